@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# ./launch.sh CONFIG TASK [task flags]      ./launch.sh multi_gpu classify --train_file train.csv
+# ./launch.sh auto TASK [task flags]        the config that suits this machine
+# ./launch.sh --dry-run CONFIG TASK …       print the command, start nothing
+#
+# CONFIG is a name from accelerate_configs/ or a yaml file, TASK a name from tasks/. Environment:
+#   NPROC                                       processes on this machine (default: one a GPU; without GPUs 2)
+#   OMP_NUM_THREADS                             threads a process (default: cores / processes)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT several machines; start it once on each. Under SLURM they are
+#                                               read from the job: srun --ntasks-per-node=1 ./launch.sh …
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+fail() { echo "error: $*" >&2; exit 2; }
+names() { (cd "$root/$1" && for file in *"$2"; do [ "$file" = "*$2" ] || printf '%s ' "${file%"$2"}"; done); }
+
+dry_run=
+if [ "${1:-}" = --dry-run ]; then dry_run=1; shift; fi
+if [ $# -lt 2 ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    echo "configs: auto $(names accelerate_configs .yaml)" >&2
+    echo "tasks:   $(names tasks .py)" >&2
+    exit 2
+fi
+config=$1 task=$2
+shift 2
+if [ "${1:-}" = --dry-run ]; then dry_run=1; shift; fi
+
+command -v accelerate >/dev/null || fail "accelerate is not on the PATH; activate its environment."
+script=$root/tasks/$task.py
+[ -f "$script" ] || fail "there is no task $task. Tasks: $(names tasks .py)"
+if [ "$config" = auto ]; then
+    config=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} python -m toolkit.cli check --recommend "$@")
+fi
+file=$root/accelerate_configs/$config.yaml
+if [ ! -f "$file" ]; then file=$config; fi
+[ -f "$file" ] || fail "there is no config $config. Configs: auto $(names accelerate_configs .yaml)"
+
+# Processes on this machine: one a visible GPU.
+count_gpus() {
+    if ! command -v nvidia-smi >/dev/null; then echo 0; return; fi
+    case ${CUDA_VISIBLE_DEVICES-all} in
+        all) nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true ;;
+        "" | -*) echo 0 ;;
+        *) echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c . ;;
+    esac
+}
+kind=$(sed -n "s/^distributed_type: *['\"]\{0,1\}\([A-Za-z_]*\).*/\1/p" "$file")
+processes=1
+if [ "$kind" != NO ]; then
+    gpus=$(count_gpus)
+    if [ "$gpus" -eq 0 ]; then gpus=2; fi # a rehearsal on the CPU
+    processes=${NPROC:-$gpus}
+fi
+cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
+threads=$((cores > processes ? cores / processes : 1))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+
+# Several machines.
+nodes=${NNODES:-${SLURM_NNODES:-1}}
+options=(--num_processes $((processes * nodes)))
+if [ "$nodes" -gt 1 ]; then
+    [ "$kind" != NO ] || fail "config $config is one process, but NNODES is $nodes; use multi_gpu."
+    rank=${NODE_RANK:-${SLURM_NODEID:-}}
+    address=${MASTER_ADDR:-}
+    if [ -z "$address" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+        address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    fi
+    [ -n "$rank" ] || fail "NNODES is $nodes: set NODE_RANK, 0 on the first machine to $((nodes - 1))."
+    [ -n "$address" ] || fail "NNODES is $nodes: set MASTER_ADDR to the address of the first machine."
+    options+=(--num_machines "$nodes" --machine_rank "$rank")
+    options+=(--main_process_ip "$address" --main_process_port "${MASTER_PORT:-29500}")
+fi
+
+# Flags that the config needs from the task, from its head.
+read -r -a needed <<<"$(sed -n -e '/^[^#]/q' -e 's/^# flags: *//p' "$file" | tr '\n' ' ')"
+# --quiet: the launcher adds no traceback of its own to what one process has said.
+command=(accelerate launch --quiet --config_file "$file" "${options[@]}"
+    "$script" "$@" ${needed[@]+"${needed[@]}"})
+if [ -n "$dry_run" ]; then
+    printf 'OMP_NUM_THREADS=%s' "$OMP_NUM_THREADS"
+    printf ' %q' "${command[@]}"
+    echo
+    exit
+fi
+exec "${command[@]}"

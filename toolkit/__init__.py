@@ -1,0 +1,3 @@
+"""Fine-tuning with Hugging Face Accelerate: one step, any machine."""
+
+__version__ = "0.1.0"

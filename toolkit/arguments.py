@@ -1,0 +1,283 @@
+"""Typed flags: the one source of `--help`, yaml recipes and checks.
+
+A flag is a dataclass field made with `flag(default, "help text")`. A task script derives its own flags
+from `Arguments` and reads them with `parse`. Nothing here imports torch, so `--help` is instant.
+"""
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError, nearest
+
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
+
+
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that becomes `--name`."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class Arguments:
+    """Flags that every task has. Strategy and precision are not here: they belong to the accelerate config."""
+
+    # Model
+    model_name_or_path: str | None = flag(None, "Model folder or Hub name. Default: the demo model.")
+    config_name: str | None = flag(None, "Config folder or Hub name, if not the model's own.")
+    tokenizer_name: str | None = flag(None, "Tokenizer folder or Hub name, if not the model's own.")
+    model_revision: str = flag("main", "Branch, tag or commit of a Hub model.")
+    trust_remote_code: bool = flag(False, "Allow code that comes with a Hub model to run here.")
+    cache_dir: str | None = flag(None, "Where downloads and encoded data are cached.")
+    attn_implementation: str | None = flag(None, "Attention kernel that transformers shall use, e.g. sdpa.")
+    dropout: float | None = flag(None, "Overrides every dropout probability of the model.")
+
+    # Data
+    dataset_name: str | None = flag(None, "Hub data set, or a folder made by datasets' save_to_disk.")
+    dataset_config_name: str | None = flag(None, "Configuration of the Hub data set.")
+    train_file: str | None = flag(None, "CSV, TSV, JSON, JSONL or Parquet file to train on.")
+    validation_file: str | None = flag(None, "File to evaluate on.")
+    test_file: str | None = flag(None, "File to predict, with or without labels; gives predictions.csv.")
+    validation_split_percentage: float | None = flag(
+        None, "Percentage of the training rows held out for evaluation where there is no validation file."
+    )
+    delimiter: str | None = flag(None, "Column delimiter of CSV files. Default: found from the header.")
+    quoting: str = flag("csv", "csv: quotes group a field; none: a quote is a character.", ("csv", "none"))
+    column_names: list[str] | None = flag(None, "Column names of CSV/TSV files without a header line.")
+    max_length: int | None = flag(None, "Longest sample in tokens. Default: what model and tokenizer allow.")
+    max_train_samples: int | None = flag(None, "Train on the first N samples only.")
+    max_eval_samples: int | None = flag(None, "Evaluate on the first N samples only.")
+    preprocessing_num_workers: int | None = flag(None, "Processes that tokenize. Default: the tokenizer's threads.")
+    dataloader_num_workers: int = flag(0, "Processes that collate batches ahead of the step.")
+
+    # The step
+    global_batch_size: int | None = flag(None, "Samples per optimizer step, whatever the machine. Default: 32.")
+    per_device_train_batch_size: int | None = flag(
+        None,
+        "Upper bound of one micro-batch per device. With --gradient_accumulation_steps it defines the "
+        "global batch as their product with the number of data-parallel devices, as in HF Trainer.",
+    )
+    gradient_accumulation_steps: int | None = flag(None, "Only together with --per_device_train_batch_size.")
+    per_device_eval_batch_size: int | None = flag(None, "Upper bound of one evaluation batch. Default: 64.")
+    train_sampling_strategy: str = flag(
+        "random",
+        "group_by_length puts samples of similar length into one global batch, which changes the training.",
+        ("random", "group_by_length"),
+    )
+    num_train_epochs: float = flag(3.0, "Passes over the training data.")
+    max_steps: int | None = flag(None, "Optimizer steps; overrides --num_train_epochs.")
+    optim: str = flag("adamw", "Optimizer.", ("adamw", "sgd"))
+    learning_rate: float = flag(5e-5, "Highest learning rate.")
+    adam_beta1: float = flag(0.9, "AdamW's beta1.")
+    adam_beta2: float = flag(0.999, "AdamW's beta2.")
+    adam_epsilon: float = flag(1e-8, "AdamW's epsilon.")
+    weight_decay: float = flag(0.0, "Decoupled weight decay of matrices outside normalisation layers.")
+    lr_scheduler_type: str = flag("linear", "Learning-rate schedule.", SCHEDULES)
+    warmup_steps: float = flag(0.0, "Warm-up steps; below 1 a share of all steps.")
+    max_grad_norm: float = flag(1.0, "Clip the norm of the whole gradient to this; 0: no clipping.")
+    label_smoothing_factor: float = flag(0.0, "Label smoothing of the training loss.")
+    skip_nonfinite_steps: int = flag(0, "How many steps with a non-finite loss or gradient to skip before stopping.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass to save memory.")
+    seed: int = flag(42, "Seed of initialisation, order and dropout.")
+    full_determinism: bool = flag(False, "Bit-equal repetition on a GPU, at some cost in speed.")
+
+    # The cut that is not the accelerate config's
+    data_parallel: bool = flag(False, "nn.DataParallel in one process: the documented baseline.")
+    data_parallel_replicas: int | None = flag(None, "Replicas of the DataParallel rehearsal on a CPU. Default: 2.")
+    data_parallel_loss: str = flag(
+        "gathered",
+        "Where DataParallel computes the loss: gathered on the first device, or in each replica.",
+        ("gathered", "replica"),
+    )
+
+    # Evaluation, logging, output
+    eval_strategy: str = flag("epoch", "When to evaluate.", ("no", "steps", "epoch"))
+    eval_steps: float | None = flag(None, "Steps between evaluations; below 1 a share of all steps.")
+    logging_steps: int = flag(10, "Steps between log lines where there is no terminal, and between tracker entries.")
+    report_to: str = flag("none", "Tracker.", ("none", "tensorboard", "wandb", "trackio"))
+    output_dir: str | None = flag(None, "Where the model and all results go. Default: output/<task>.")
+    overwrite_output_dir: bool = flag(False, "Replace the results of an earlier run in --output_dir.")
+    push_to_hub: bool = flag(False, "Upload the model when training has ended.")
+    hub_model_id: str | None = flag(None, "Hub repository to push to.")
+
+
+def parse(cls: type, argv: list[str] | None = None, description: str | None = None) -> Any:
+    """Read flags into `cls`; a yaml recipe may stand first, flags on the command line win.
+
+    Raises:
+        UserError: all unknown flags and keys and all unreadable values at once, each with the nearest
+            valid name.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    recipe: dict[str, Any] = {}
+    problems: list[str] = []
+    if argv and not argv[0].startswith("-"):
+        recipe, problems = _read_recipe(cls, Path(argv.pop(0)))
+    parser = _Parser(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+    for field, kind in _fields(cls):
+        _add(parser, field, kind)
+    known, unknown = parser.parse_known_args(argv)
+    names = [f"--{field.name}" for field, _ in _fields(cls)]
+    problems += parser.problems
+    for at, word in enumerate(unknown):
+        if word.startswith("-"):
+            name = word.split("=")[0]
+            problems.append(f"unknown flag {name}.{nearest(name, names)}")
+        elif at == 0 or not unknown[at - 1].startswith("-"):  # else the value of an unknown flag
+            problems.append(f"unexpected word {word!r} on the command line: every value belongs behind a --flag.")
+    if problems:
+        raise UserError(*problems)
+    return cls(**{**recipe, **vars(known)})
+
+
+def changed(args: Any) -> dict[str, Any]:
+    """The flags that differ from their defaults, in order of definition."""
+    return {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(args)
+        if getattr(args, field.name) != _default(field)
+    }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Collects errors where argparse would stop at the first."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.problems: list[str] = []
+
+    def error(self, message: str) -> None:
+        # argparse reports a flag without its value here; nothing after it was read.
+        raise UserError(*self.problems, f"command line: {message}.")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=40, width=110)
+
+
+def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
+    hints = typing.get_type_hints(cls)
+    return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _add(parser: _Parser, field: dataclasses.Field, kind: Any) -> None:
+    default = _default(field)
+    text = field.metadata.get("help", "").replace("%", "%%")
+    if default is not None and default is not False and default != []:
+        text += f" (default: {default})"
+    convert = _Convert(parser, field, kind)
+    # SUPPRESS leaves absent flags out of the namespace, so that a recipe's value is not overwritten.
+    options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "type": convert, "metavar": convert.metavar}
+    if kind is bool:
+        options |= {"nargs": "?", "const": True}
+    elif convert.many:
+        options |= {"nargs": "+", "action": _Words}
+    parser.add_argument(f"--{field.name}", **options)
+
+
+class _Words(argparse.Action):
+    """`--columns a b` and `--columns a,b` are the same."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [word for value in values for word in value])
+
+
+class _Convert:
+    """Turns one word of the command line, or one yaml value, into the field's type."""
+
+    def __init__(self, parser: Any, field: dataclasses.Field, kind: Any) -> None:
+        self.problems: list[str] = parser.problems
+        self.name = f"--{field.name}"
+        self.choices = field.metadata.get("choices")
+        options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        base = next(option for option in options if option is not type(None))
+        self.many = typing.get_origin(base) is list
+        self.base = typing.get_args(base)[0] if self.many else base
+        self.metavar = "|".join(self.choices) if self.choices else self.base.__name__.upper()
+
+    def __call__(self, word: str) -> Any:
+        if self.many:
+            return [self._one(part) for part in word.split(",") if part]
+        return self._one(word)
+
+    def _one(self, word: str) -> Any:
+        try:
+            if self.base is bool:
+                value: Any = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}[
+                    word.lower()
+                ]
+            elif self.base is int:
+                value = int(word.replace("_", ""))
+            else:
+                value = self.base(word)
+        except (ValueError, KeyError):
+            self.problems.append(f"{self.name} {word!r}: expected {_KINDS[self.base]}.")
+            return None
+        if self.choices and value not in self.choices:
+            self.problems.append(
+                f"{self.name} {word!r}: expected one of {', '.join(self.choices)}.{nearest(word, self.choices)}"
+            )
+        return value
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _read_recipe(cls: type, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A yaml recipe's values in the fields' types, and what is wrong with it."""
+    import yaml
+
+    if not path.is_file():
+        raise UserError(f"recipe {path}: no such file. A first word without -- is read as a yaml file of flags.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} is not valid yaml: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"recipe {path}: expected `flag: value` lines, found a {type(content).__name__}.")
+    collector = _Parser(add_help=False)
+    fields = {field.name: (field, kind) for field, kind in _fields(cls)}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).removeprefix("--")
+        if name not in fields:
+            collector.problems.append(f"recipe {path}: unknown key `{key}`.{nearest(name, fields)}")
+            continue
+        if value is None:
+            continue
+        convert = _Convert(collector, *fields[name])
+        before = len(collector.problems)
+        if convert.many and isinstance(value, list):
+            values[name] = [convert._one(str(part)) for part in value]
+        elif isinstance(value, list | dict):
+            collector.problems.append(f"recipe {path}, key `{key}`: expected one value, found {value!r}.")
+        elif convert.choices and isinstance(value, bool):
+            # An unquoted `no` is False in yaml.
+            values[name] = convert("yes" if value else "no")
+        else:
+            values[name] = convert(str(value))
+        collector.problems[before:] = [f"recipe {path}: {problem}" for problem in collector.problems[before:]]
+    return values, collector.problems

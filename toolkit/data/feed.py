@@ -1,0 +1,105 @@
+"""From the schedule to the micro-batches of this rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from toolkit.data.plan import Bound, Schedule, Step, cut
+from toolkit.task import Batch, Samples, Task
+
+# The fixed cost of a micro-batch, in padded tokens: small on a CPU, where finer cuts save padding, large
+# on an accelerator, where each pass costs launches that many tokens could use.
+OVERHEAD = {"cpu": 48.0}
+OVERHEAD_ELSEWHERE = 4096.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in one step."""
+
+    step: Step
+    batches: list[Batch]
+    tokens: int  # real tokens of the whole global batch
+    padded: int  # tokens of all ranks' micro-batches, padding included
+
+
+class Feed:
+    """Cuts every step for this rank and collates its micro-batches.
+
+    Args:
+        bound: may be lowered while training; steps not yet begun then follow the new one.
+        workers: processes that collate ahead; 0: between the steps.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        samples: Samples,
+        schedule: Schedule,
+        rank: int,
+        world: int,
+        bound: Bound,
+        device: torch.device,
+        workers: int = 0,
+    ) -> None:
+        self.task, self.samples, self.schedule = task, samples, schedule
+        self.rank, self.world, self.bound = rank, world, bound
+        self.overhead = OVERHEAD.get(device.type, OVERHEAD_ELSEWHERE)
+        self.pin = device.type == "cuda"
+        self.workers = workers
+
+    def work(self, step: Step) -> Work:
+        """This rank's part of a step under the present bound."""
+        lengths = self.samples.lengths[step.ids].tolist()
+        pieces = cut(lengths, self.world, self.bound, self.overhead)
+        batches = [collate(self.task, self.samples, step.ids[piece], step.epoch) for piece in pieces[self.rank]]
+        padded = sum(len(piece) * max(lengths[i] for i in piece) for rank in pieces for piece in rank if piece)
+        return Work(step, batches, sum(lengths), padded)
+
+    def __iter__(self) -> Iterator[Work]:
+        """The work of all steps, in order."""
+        if not self.workers and not self.pin:
+            # Collating is a slice and a pad: cheaper here than handed between processes.
+            yield from map(self.work, self.schedule.steps())
+            return
+        done = 0
+        while done < self.schedule.total_steps:
+            bound = self.bound
+            for work in self._loader(done):
+                yield work
+                done = work.step.number
+                if self.bound != bound:
+                    break  # what was collated ahead has the old bound
+
+    def _loader(self, done: int) -> DataLoader:
+        dataset = _Steps(self, list(self.schedule.steps(done)))
+        return DataLoader(dataset, batch_size=None, num_workers=self.workers, pin_memory=self.pin)
+
+    def worst(self) -> Batch:
+        """The largest micro-batch of the run: the longest samples, as many as the bound allows."""
+        rows = min(self.bound.rows_at(int(self.samples.lengths.max())), self.schedule.global_batch)
+        longest = np.argsort(-self.samples.lengths, kind="stable")[:rows]
+        return collate(self.task, self.samples, longest, 0)
+
+
+class _Steps(Dataset):
+    def __init__(self, feed: Feed, steps: list[Step]) -> None:
+        self.feed, self.steps = feed, steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, at: int) -> Work:
+        return self.feed.work(self.steps[at])
+
+
+def collate(task: Task, samples: Samples, ids: np.ndarray, epoch: int) -> Batch:
+    """A micro-batch of these samples; of none, a filler that has one sample's shape and counts for nothing."""
+    if len(ids):
+        return task.collate([samples[i] for i in ids.tolist()], ids.tolist(), epoch)
+    shortest = int(np.argmin(samples.lengths))
+    like = task.collate([samples[shortest]], [shortest], epoch)
+    return Batch(like.inputs, like.targets, [], 0.0, 0)

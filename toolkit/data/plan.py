@@ -1,0 +1,166 @@
+"""Order and cut: which samples make a step, and how the machine divides them.
+
+The order depends on (seed, epoch) alone. The cut depends on lengths and machine alone, changes only
+speed and memory, and is computed by every rank without communication.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+GROUPING_SPAN = 50  # global batches that group_by_length sorts together
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How large one micro-batch of a data rank may be.
+
+    A micro-batch of r rows padded to length L fits when r <= rows and
+    r * L / tokens + r * L * L / area <= 1: memory grows with the padded tokens, and where attention
+    scores are kept also with the square of the length. One row always fits.
+    """
+
+    rows: int | None = None
+    tokens: float = math.inf
+    area: float = math.inf
+
+    def rows_at(self, length: int) -> int:
+        """Rows that fit at this length, at least 1."""
+        share = length / self.tokens + length * length / self.area
+        fit = math.floor(1 / share + 1e-9) if share > 0 else self.rows or 2**31
+        return max(1, min(fit, self.rows or fit))
+
+    def halved(self, rows: int, length: int) -> "Bound":
+        """The bound after a micro-batch of this shape did not fit: half of its rows, at that length."""
+        return replace(self, rows=max(1, rows // 2), tokens=min(self.tokens, max(1, rows // 2) * length))
+
+
+def order(
+    seed: int, epoch: int, samples: int, global_batch: int, group_by: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """The global batches of an epoch, as arrays of sample ids; the last may be smaller.
+
+    Args:
+        group_by: lengths [samples]; given, samples of similar length share a global batch.
+    """
+    # RandomState's streams are frozen for good, so that an order means the same under every numpy.
+    draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    permutation = draw.permutation(samples)
+    if group_by is None:
+        return [permutation[at : at + global_batch] for at in range(0, samples, global_batch)]
+    batches = []
+    for at in range(0, samples, GROUPING_SPAN * global_batch):
+        span = permutation[at : at + GROUPING_SPAN * global_batch]
+        span = span[np.argsort(-group_by[span], kind="stable")]
+        batches += [span[i : i + global_batch] for i in range(0, len(span), global_batch)]
+    full = [batch for batch in batches if len(batch) == global_batch]
+    short = [batch for batch in batches if len(batch) < global_batch]
+    return [full[i] for i in draw.permutation(len(full))] + short
+
+
+def cut(lengths: Sequence[int], data_world: int, bound: Bound, overhead: float = 0.0) -> list[list[list[int]]]:
+    """Cut one global batch into micro-batches: for each data rank a list of lists of positions.
+
+    Every rank gets the same number of micro-batches (an empty one is a filler), since collectives must
+    pair up; together they hold each position exactly once. Of all counts of micro-batches the one with
+    the least time is taken: padded tokens of the busiest rank plus `overhead` tokens per micro-batch.
+
+    Args:
+        lengths: tokens of each sample of the global batch.
+        overhead: fixed cost of a micro-batch, in tokens.
+    """
+    ranked = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    descending = [lengths[i] for i in ranked]
+    best: tuple[float, list[list[tuple[int, int]]]] | None = None
+    count = -(-len(pieces(descending, bound)) // data_world)
+    while True:
+        dealt, busiest = _deal(_tightest(descending, count * data_world, bound), data_world, count, descending)
+        time = busiest + overhead * count
+        if best is not None and time >= best[0]:
+            break
+        best = (time, dealt)
+        count += 1
+    return [[[ranked[i] for i in range(*piece)] for piece in rank] for rank in best[1]]
+
+
+def pieces(descending: Sequence[int], bound: Bound, cost: float = math.inf) -> list[tuple[int, int]]:
+    """Consecutive pieces (start, end), each of at most `cost` padded tokens (or one row) and in bounds."""
+    found, start = [], 0
+    while start < len(descending):
+        length = max(1, descending[start])
+        rows = min(bound.rows_at(length), len(descending) - start)
+        if cost < rows * length:
+            rows = max(1, int(cost // length))
+        found.append((start, start + rows))
+        start += rows
+    return found
+
+
+def _tightest(descending: Sequence[int], count: int, bound: Bound) -> list[tuple[int, int]]:
+    """At most `count` pieces whose largest is as small as can be."""
+    low, high = max(descending), max(descending) * len(descending)
+    while low < high:
+        middle = (low + high) // 2
+        if len(pieces(descending, bound, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return pieces(descending, bound, low)
+
+
+def _deal(
+    cuts: list[tuple[int, int]], ranks: int, each: int, descending: Sequence[int]
+) -> tuple[list[list[tuple[int, int]]], float]:
+    """Give every rank `each` pieces, largest first to the least loaded; also the largest load."""
+    cost = {piece: (piece[1] - piece[0]) * descending[piece[0]] for piece in cuts}
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for piece in sorted(cuts, key=lambda piece: (-cost[piece], piece)):
+        rank = min((r for r in range(ranks) if len(dealt[r]) < each), key=lambda r: (load[r], r))
+        dealt[rank].append(piece)
+        load[rank] += cost[piece]
+    for rank in dealt:
+        rank += [(0, 0)] * (each - len(rank))
+    return dealt, max(load)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: its number from 1, its epoch from 0, and the ids of its global batch."""
+
+    number: int
+    epoch: int
+    ids: np.ndarray
+    ends_epoch: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of a run, from the task alone."""
+
+    samples: int
+    global_batch: int
+    total_steps: int
+    seed: int
+    lengths: np.ndarray | None = None  # given: group_by_length
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that the run touches."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def steps(self, start: int = 0) -> Iterator[Step]:
+        """The steps after the first `start` ones."""
+        for epoch in range(start // self.steps_per_epoch, self.epochs):
+            batches = order(self.seed, epoch, self.samples, self.global_batch, self.lengths)
+            for position, ids in enumerate(batches):
+                number = epoch * self.steps_per_epoch + position + 1
+                if start < number <= self.total_steps:
+                    last = position == len(batches) - 1 or number == self.total_steps
+                    yield Step(number, epoch, ids, last)

@@ -1,0 +1,38 @@
+"""Evaluation: every sample exactly once, whatever the world size."""
+
+import numpy as np
+import torch
+
+from toolkit.data.feed import collate
+from toolkit.data.plan import Bound, pieces
+from toolkit.strategy.base import Strategy
+from toolkit.task import Samples, Task
+
+
+def outputs(strategy: Strategy, task: Task, samples: Samples, bound: Bound, batches: int | None = None) -> np.ndarray:
+    """What scoring needs of every sample, float64 [n, k] in order of id, on every rank.
+
+    The micro-batches depend on the bound alone and are dealt out to the ranks, so that a sample meets the
+    same neighbours, and gets the same outputs, under any world size.
+
+    Args:
+        batches: stop after so many micro-batches per rank; rows not reached are NaN.
+    """
+    ranked = np.argsort(-samples.lengths, kind="stable")
+    cuts = pieces(samples.lengths[ranked].tolist(), bound)
+    turns = -(-len(cuts) // strategy.data_world)
+    ids, rows = [], []
+    with strategy.inference():
+        for turn in range(turns if batches is None else min(turns, batches)):
+            at = turn * strategy.data_world + strategy.data_rank
+            mine = ranked[slice(*cuts[at])] if at < len(cuts) else ranked[:0]
+            batch = collate(task, samples, mine, 0)
+            scored = task.columns(strategy.infer(batch), batch.to(strategy.device))[: len(batch.ids)]
+            ids += batch.ids
+            rows.append(scored)
+        own = torch.cat(rows).double().cpu()
+    table = np.full((len(samples), own.shape[1]), np.nan)
+    own_ids = torch.tensor(ids, dtype=torch.float64).reshape(-1, 1)
+    for part in strategy.gather(torch.cat([own_ids, own], dim=1)):
+        table[part[:, 0].long().numpy()] = part[:, 1:].numpy()
+    return table

@@ -1,0 +1,241 @@
+"""What reached this process from its launcher, and the one Accelerator made from it.
+
+Works the same under `accelerate launch`, `torchrun` and plain `python`. Where what was asked for is not
+what was obtained, it stops.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.arguments import Arguments
+from toolkit.errors import UserError, raise_all
+from toolkit.report.console import warn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+NOT_YET = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this job and the device of this one."""
+
+    accelerator: "Accelerator"
+    device: torch.device
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    precision: str  # no | bf16 | fp16
+
+    def describe(self, strategy: str, devices: int) -> str:
+        """One line of what is used, such as `2 of 4 visible GPUs, DDP, bf16`."""
+        used = max(self.local_size, devices)
+        precision = "fp32" if self.precision == "no" else self.precision
+        if self.device.type == "cuda":
+            place = f"{used} of {torch.cuda.device_count()} visible GPUs"
+            if self.size > self.local_size:
+                place += f" on each of {self.size // self.local_size} machines"
+        else:
+            what = "CPU" if self.device.type == "cpu" else self.device.type.upper()
+            place = f"{self.size} processes on the {what}" if self.size > 1 else f"the {what}"
+            if self.device.type == "cpu":
+                place += f", {torch.get_num_threads()} threads each" if self.size > 1 else ""
+                strategy += " (rehearsal over gloo)" if self.size > 1 else ""
+                precision += " (rehearsal)" if self.precision == "fp16" else ""
+        return f"{place}, {strategy}, {precision}"
+
+
+def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
+    """Join the other processes of the job.
+
+    Args:
+        problems: what was found wrong before, to be shown together with what is found here.
+
+    Raises:
+        UserError: the config, flags, environment and machine contradict each other, or the job that
+            came about is not the one asked for.
+    """
+    raise_all([*problems, *_asked_in_config(args), *_asked_in_environment(args)])
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", asked if asked > 1 else 1))
+    if gpu and local_size > torch.cuda.device_count():
+        raise UserError(
+            f"{local_size} processes were started on this machine, but only {torch.cuda.device_count()} GPUs are "
+            f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). "
+            "Start one process per GPU: --num_processes."
+        )
+    if not gpu and not torch.backends.mps.is_available():
+        _use_cores(local_size)
+    if args.full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    accelerator = _accelerator(args, cpu=asked > 1 and not gpu)
+    device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
+    if accelerator.num_processes != asked:
+        raise UserError(
+            f"the launcher asked for {asked} processes, but this one finds itself in a group of "
+            f"{accelerator.num_processes}. Start the job with `accelerate launch --config_file "
+            "accelerate_configs/multi_gpu.yaml` or with torchrun."
+        )
+    if gpu and device.type != "cuda":
+        raise UserError(f"GPUs are visible, but the device obtained is {device}. Set `use_cpu: true` to mean that.")
+    precision = str(accelerator.mixed_precision)
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"bf16 was asked for, but {torch.cuda.get_device_name(device)} cannot compute in it. "
+            "Use the config of the same name with _fp16, or without a suffix."
+        )
+    return World(
+        accelerator,
+        device,
+        accelerator.process_index,
+        accelerator.local_process_index if asked > 1 else 0,
+        asked,
+        local_size,
+        precision,
+    )
+
+
+def _accelerator(args: Arguments, cpu: bool) -> "Accelerator":
+    from accelerate import Accelerator
+
+    tracker = None if args.report_to == "none" else args.report_to
+    try:
+        return Accelerator(cpu=cpu, log_with=tracker, project_dir=args.output_dir if tracker else None)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"the processes of the job could not be set up: {' '.join(str(error).split())}. "
+            "`toolkit check CONFIG` looks for mistakes in the accelerate config."
+        ) from error
+
+
+def _asked_in_environment(args: Arguments) -> list[str]:
+    environment = os.environ
+    problems = [
+        f"the launcher asks for {what} ({name}=true), which this version does not have yet. "
+        "Use one of accelerate_configs/."
+        for name, what in NOT_YET.items()
+        if environment.get(name, "false").lower() == "true"
+    ]
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16", "fp16"):
+        problems.append(f"mixed_precision: {precision} is not supported; use no, bf16 or fp16.")
+    accumulation = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        problems.append(
+            f"gradient_accumulation_steps is {accumulation} in the accelerate config or in "
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS. A step is the task's: leave it out there and use "
+            "--global_batch_size (or --per_device_train_batch_size with --gradient_accumulation_steps)."
+        )
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        problems.append(f"dynamo_backend: {backend} has no effect here; leave it out of the accelerate config.")
+    if args.data_parallel and int(environment.get("WORLD_SIZE", "1")) > 1:
+        problems.append(
+            f"--data_parallel drives all GPUs from one process, but {environment['WORLD_SIZE']} were started. Use "
+            "accelerate_configs/data_parallel.yaml, or leave the flag out for DDP."
+        )
+    if args.data_parallel_replicas is not None:
+        if not args.data_parallel:
+            problems.append("--data_parallel_replicas needs --data_parallel.")
+        if torch.cuda.is_available():
+            problems.append("--data_parallel_replicas is for the rehearsal on a CPU; on GPUs set CUDA_VISIBLE_DEVICES.")
+        if args.data_parallel_replicas < 1:
+            problems.append(f"--data_parallel_replicas {args.data_parallel_replicas}: at least 1.")
+    return problems
+
+
+def _asked_in_config(args: Arguments) -> list[str]:
+    """What is wrong with the accelerate config that the launcher was given, where that can be found out.
+
+    A task script is not told its config, so this looks at the command line of the parent process (Linux).
+    """
+    words = parent_command()
+    if not any(Path(word).name in ("accelerate", "accelerate-launch", "launch.py") for word in words[:4]):
+        return []
+    path = config_file(words)
+    if path is None:
+        from accelerate.commands.config.config_args import default_config_file
+
+        if not Path(default_config_file).is_file():
+            return []
+        path = default_config_file
+        warn(
+            f"no --config_file was given, so accelerate obeys its default config {path}. "
+            "Pass --config_file accelerate_configs/<one>.yaml to choose yourself."
+        )
+    from toolkit.launch.check import problems
+    from toolkit.launch.config import read_config, with_launch_flags
+    from toolkit.launch.machine import detect
+
+    config = with_launch_flags(read_config(path), words)
+    flags = ["--data_parallel"] if args.data_parallel else []
+    return problems(config, detect(), flags, _parent_environment())
+
+
+def config_file(command: list[str]) -> str | None:
+    """The value of --config_file on a launcher's command line."""
+    return _value_of("--config_file", command)
+
+
+def _value_of(flag: str, command: list[str]) -> str | None:
+    for at, word in enumerate(command):
+        if at > 1 and word.endswith(".py"):
+            return None  # what follows the script is the script's
+        if word == flag and at + 1 < len(command):
+            return command[at + 1]
+        if word.startswith(f"{flag}="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def parent_command() -> list[str]:
+    """The words of the parent process's command line; empty where they cannot be read."""
+    return _parent("cmdline")
+
+
+def _parent_environment() -> Mapping[str, str]:
+    return dict(word.split("=", 1) for word in _parent("environ") if "=" in word)
+
+
+def _parent(what: str) -> list[str]:
+    try:
+        content = Path(f"/proc/{os.getppid()}/{what}").read_bytes()
+    except OSError:
+        return []
+    return [word for word in content.decode("utf-8", "replace").split("\0") if word]
+
+
+def _use_cores(local_size: int) -> None:
+    """Share the cores among the local processes, unless the user has set OMP_NUM_THREADS.
+
+    Launchers set it to 1 when the user did not, which would leave the other cores idle.
+    """
+    asked = _parent_environment().get("OMP_NUM_THREADS") if _launched() else os.environ.get("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(int(asked) if asked and asked.isdigit() else max(1, cores // local_size))
+
+
+def _launched() -> bool:
+    return any(Path(word).name in ("accelerate", "accelerate-launch", "torchrun") for word in parent_command()[:4])
+
+
+def restart_command(*more: str) -> str:
+    """The command line that started this job, with flags added at its end."""
+    words = parent_command() if _launched() else [sys.executable, *sys.argv]
+    return shlex.join([*words, *more])

@@ -1,0 +1,167 @@
+"""Configs, tokenizers and models from a folder or the Hub, as the flags say."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.arguments import Arguments
+from toolkit.errors import UserError
+from toolkit.report.console import say, warn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def load_config(args: Arguments, **changes: Any) -> "PretrainedConfig":
+    """The model's config with `changes`, and with `--dropout` in every dropout field."""
+    from transformers import AutoConfig
+
+    name = args.config_name or args.model_name_or_path
+    config = _load("config", name, AutoConfig.from_pretrained, args, **changes)
+    if args.dropout is not None:
+        for key, value in config.to_dict().items():
+            if ("dropout" in key or "pdrop" in key) and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(config, key, args.dropout)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # keys and values of the past are for generation
+    return config
+
+
+def load_tokenizer(args: Arguments) -> "PreTrainedTokenizerBase":
+    """The tokenizer. One without a padding token pads with its end-of-text token."""
+    from transformers import AutoTokenizer
+
+    name = args.tokenizer_name or args.model_name_or_path
+    tokenizer = _load("tokenizer", name, AutoTokenizer.from_pretrained, args)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        if tokenizer.pad_token is None:
+            raise UserError(f"the tokenizer {name} has no token that could stand for padding: set its pad_token.")
+        say(f"the tokenizer has no padding token: {tokenizer.pad_token!r} is used")
+    return tokenizer
+
+
+def load_model(auto_class: Any, args: Arguments, config: "PretrainedConfig", **how: Any) -> nn.Module:
+    """The model, in the dtype that `how` says, with freshly initialised parts named.
+
+    Parts that the files do not have, or have in another shape (a head for another number of labels), are
+    initialised from `--seed` alike on every rank.
+
+    Raises:
+        UserError: the files cannot be read, or do not fit the config outside the head.
+    """
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(args.seed)
+    if args.attn_implementation:
+        how["attn_implementation"] = args.attn_implementation
+    state = _without_module_prefix(args.model_name_or_path)
+    model, found = _load(
+        "model",
+        args.model_name_or_path if state is None else None,
+        auto_class.from_pretrained,
+        args,
+        config=config,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        use_safetensors=None if state is None else False,
+        **({"state_dict": state} if state is not None else {}),
+        **how,
+    )
+    _check_found(model, found, args.model_name_or_path)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> None:
+    body = f"{model.base_model_prefix}."
+    mismatched = sorted(
+        str(entry[0]) if isinstance(entry, tuple | list) else str(entry) for entry in found["mismatched_keys"]
+    )
+    wrong = [key for key in mismatched if key.startswith(body)]
+    if wrong:
+        raise UserError(
+            f"the weights of {name} do not have the shapes that its config gives: {', '.join(wrong[:5])}. "
+            "Check --config_name."
+        )
+    missing = sorted(found["missing_keys"])
+    own = [key for key, _ in model.named_parameters() if key.startswith(body)]
+    if own and set(own) <= set(missing):
+        raise UserError(f"{name} holds none of the weights of a {type(model).__name__}: is it a model of another kind?")
+    if mismatched:
+        warn(f"initialised anew, since the file has another shape (another number of labels): {', '.join(mismatched)}")
+    fresh = [key for key in missing if key not in mismatched]
+    if fresh:
+        say(f"initialised anew: {', '.join(fresh[:6])}" + (f" and {len(fresh) - 6} more" if len(fresh) > 6 else ""))
+
+
+def _load(what: str, name: str | None, load: Any, args: Arguments, **more: Any) -> Any:
+    local = name is not None and Path(name).exists()
+    if name is not None and not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise UserError(f"--model_name_or_path {name}: no such folder.")
+    try:
+        return load(
+            name,
+            revision=args.model_revision,
+            trust_remote_code=args.trust_remote_code,
+            cache_dir=args.cache_dir,
+            **more,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
+        hint = "" if local else " It is no folder here, so the Hub was asked: check the name and the connection."
+        raise UserError(f"the {what} of {name or args.model_name_or_path} cannot be loaded: {reason}{hint}") from error
+
+
+def _without_module_prefix(name: str) -> dict[str, Tensor] | None:
+    """The weights of a DataParallel or DDP file, whose names all start with `module.`, without that prefix.
+
+    None for any other model. Only the leading prefix goes: a layer may rightly be called `module`.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    if any(folder.glob("*.safetensors")):
+        from safetensors.torch import load_file
+
+        files = sorted(folder.glob("*.safetensors"))
+        if not all(_header_names(file) for file in files):
+            return None
+        read = lambda file: load_file(file)  # noqa: E731
+        if not all(key.startswith("module.") for file in files for key in _header_names(file)):
+            return None
+    else:
+        files = sorted(folder.glob("pytorch_model*.bin"))
+        read = lambda file: torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # noqa: E731
+    if not files:
+        return None
+    try:
+        state = {key: tensor for file in files for key, tensor in read(file).items()}
+    except Exception as error:
+        raise UserError(
+            f"the weights in {folder} cannot be read safely ({str(error).splitlines()[0]}). Save them with "
+            "save_pretrained, which writes safetensors."
+        ) from error
+    if not state or not all(key.startswith("module.") for key in state):
+        return None
+    say(f"{name}: all names start with `module.` (a file from DataParallel or DDP): the prefix is dropped")
+    return {key.removeprefix("module."): tensor for key, tensor in state.items()}
+
+
+def _header_names(file: Path) -> list[str]:
+    """The tensor names in a safetensors file, from its header alone."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        try:
+            return [name for name in json.loads(stream.read(size)) if name != "__metadata__"]
+        except ValueError:
+            return []

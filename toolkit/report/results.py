@@ -1,0 +1,138 @@
+"""Result files: strict JSON, written whole or not at all, and never over somebody else's work."""
+
+import json
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from toolkit.errors import UserError
+
+# What a run leaves at the top of its output folder: `--overwrite_output_dir` removes these and nothing else.
+RESULT_FILES = (
+    *("run.json", "metrics.jsonl", "train_results.json", "eval_results.json", "all_results.json"),
+    *("eval_report.json", "test_results.json", "test_report.json", "predictions.csv", "training.png"),
+    *("README.md", "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model"),
+    *("sentencepiece.bpe.model", "bpe.codes"),
+)
+SHARDS = "model-*-of-*.safetensors"
+# These files make a folder this toolkit's; a config.json or a README.md may be anybody's.
+MARKS = ("run.json", "metrics.jsonl")
+
+
+def to_json(data: Any, indent: int | None = None) -> str:
+    """Strict JSON at full precision, of dicts, lists, numbers (numpy's too), texts, paths and None.
+
+    JSON has no NaN and no infinity. NaN, which is no value, becomes null. An infinity is a value (a
+    perplexity that overflowed) and becomes the text "Infinity" or "-Infinity", which `float` reads.
+    """
+    return json.dumps(_plain(data), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `to_json(data)` in one move: whatever happens, the old file is there or the new one, whole."""
+    write_text(path, to_json(data, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file in one move. Line ends are written as they are."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # A lone surrogate, which a text of the data may hold, is written as an escape rather than lost.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one strict JSON object a line, flushed, so that a killed run keeps its lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def write(self, **row: Any) -> None:
+        """Append one line."""
+        self._file.write(to_json(row) + "\n")
+
+    def close(self) -> None:
+        """Close the file; more than once is fine."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`. A last line that a kill cut short is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def claim_output(path: Path, overwrite: bool) -> None:
+    """Make the output folder, or make sure that nothing in it is lost. Call it in one process.
+
+    With `overwrite`, the result files of an earlier run of this toolkit are removed; all other files stay.
+
+    Raises:
+        UserError: the folder is not empty and `overwrite` is false; it holds files with the names of our
+            results that no run of this toolkit has left; or it cannot be made or written.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"--output_dir {path}: {error.strerror}. Give another --output_dir.") from None
+    if not os.access(path, os.W_OK):
+        raise UserError(f"--output_dir {path} cannot be written. Give another --output_dir.")
+    ours = any(name in MARKS for name in present)
+    results = [name for name in present if name in RESULT_FILES or Path(name).match(SHARDS)]
+    if present and not overwrite:
+        found = "the results of another run" if ours else "files that are not of a run"
+        raise UserError(
+            f"--output_dir {path} holds {found} ({_few(present)}); nothing was changed. Give another "
+            "--output_dir, or --overwrite_output_dir to replace the results in it (other files stay)."
+        )
+    if results and not ours:
+        raise UserError(
+            f"--output_dir {path} holds {_few(results)}, but no {MARKS[0]}: no run of this toolkit wrote "
+            "them, so --overwrite_output_dir leaves them alone. Give another --output_dir."
+        )
+    # The mark goes last: a removal that is interrupted can be repeated.
+    for name in sorted(results, key=lambda name: name in MARKS):
+        (path / name).unlink()
+
+
+def _few(names: list[str]) -> str:
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + rest
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy's and torch's scalars and arrays
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NOT_FINITE.get(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # and NaN: null

@@ -1,0 +1,290 @@
+"""What a run leaves behind: its settings, its log, its model, its results. Rank 0 writes."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from toolkit.arguments import Arguments, changed
+from toolkit.data.feed import Feed, Work
+from toolkit.data.plan import Bound, Schedule
+from toolkit.launch.environment import World
+from toolkit.report.console import say
+from toolkit.report.progress import Progress, duration
+from toolkit.report.results import MetricsLog, claim_output, write_json
+from toolkit.strategy.base import Strategy, Update
+from toolkit.task import Samples, Task
+
+LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "numpy", "toolkit")
+
+
+class Run:
+    """The output folder of one run, as a context manager.
+
+    Args:
+        name: the task's, for the default folder output/<name>.
+    """
+
+    def __init__(self, name: str, args: Arguments, world: World) -> None:
+        self.name, self.args, self.world = name, args, world
+        self.writes = world.rank == 0
+        self.started = time.perf_counter()
+        self.settings: dict[str, Any] = {}
+        self.losses: list[float] = []
+        self.samples = self.tokens = self.padded = self.micro_batches = 0
+        self.folder = Path(args.output_dir) if args.output_dir else _free_folder(Path("output") / name)
+        self.log: MetricsLog | None = None
+
+    def __enter__(self) -> "Run":
+        if self.writes:
+            claim_output(self.folder, self.args.overwrite_output_dir)
+            # From here on the folder is marked as a run's, also when this run does not come far.
+            self._write_settings(status="running")
+        if self.args.report_to != "none":
+            self.world.accelerator.init_trackers(self.name, config=_plain(changed(self.args)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.log is not None:
+            self.log.close()
+        if kind is not None and self.writes:
+            self._write_settings(status="failed")
+        if self.args.report_to != "none" and kind is None:
+            self.world.accelerator.end_training()
+
+    def describe(self, strategy: Strategy, splits: dict[str, Samples], schedule: Schedule, bound: Bound) -> None:
+        """Note the settings as they came about."""
+        self.settings |= {
+            "strategy": strategy.name,
+            "effective": self.world.describe(strategy.name, strategy.devices),
+            "world_size": self.world.size,
+            "data_world": strategy.data_world,
+            "devices_per_process": strategy.devices,
+            "device": str(self.world.device),
+            "precision": self.world.precision,
+            "global_batch_size": schedule.global_batch,
+            "total_steps": schedule.total_steps,
+            "micro_batch_bound": dataclasses.asdict(bound),
+            "optimizer_groups": strategy.groups(),
+            "samples": {split: len(samples) for split, samples in splits.items()},
+            "data_fingerprint": {split: _fingerprint(samples) for split, samples in splits.items()},
+        }
+        if self.writes:
+            self._write_settings(status="running")
+
+    @contextmanager
+    def training(self, schedule: Schedule, feed: Feed) -> Iterator[None]:
+        """Around all steps: the progress bar and metrics.jsonl."""
+        self.feed, self.schedule = feed, schedule
+        if self.writes:
+            self.log = MetricsLog(self.folder / "metrics.jsonl")
+        self.train_started = self.last = time.perf_counter()
+        with Progress(schedule.total_steps, self.args.logging_steps) as self.progress:
+            yield
+        self.train_seconds = time.perf_counter() - self.train_started
+
+    def step(self, work: Work, update: Update, lr: float) -> None:
+        """Log one optimizer step."""
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        number, samples = work.step.number, len(work.step.ids)
+        self.losses.append(update.loss)
+        self.samples += samples
+        self.tokens += work.tokens
+        self.padded += work.padded
+        self.micro_batches += len(work.batches)
+        row = {
+            "step": number,
+            "epoch": self._epoch(work),
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            "learning_rate": lr,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "tokens_per_second": work.tokens / seconds,
+            "applied": update.applied,
+        }
+        if self.log is not None:
+            self.log.write(**row)
+        self.progress.update(number, update.loss, lr, update.grad_norm, samples / seconds)
+        if self.args.report_to != "none" and (number % self.args.logging_steps == 0 or number == 1):
+            self.world.accelerator.log(
+                {f"train/{key}": row[key] for key in ("loss", "grad_norm", "learning_rate")}, number
+            )
+
+    def evaluated(self, work: Work, figures: dict[str, Any]) -> None:
+        """Log an evaluation in the course of training."""
+        if not figures:
+            return
+        row = {f"eval_{key}": value for key, value in figures.items()}
+        if self.log is not None:
+            self.log.write(step=work.step.number, epoch=self._epoch(work), **row)
+        self.progress.say(f"step {work.step.number}: " + _line(figures))
+        if self.args.report_to != "none":
+            self.world.accelerator.log({f"eval/{key}": value for key, value in figures.items()}, work.step.number)
+        self.last = time.perf_counter()  # the next step's time starts here
+
+    def export(self, model: nn.Module, task: Task, weights: dict[str, Tensor]) -> None:
+        """Write the model as `from_pretrained` reads it."""
+        if not self.writes:
+            return
+        model.save_pretrained(self.folder, state_dict=weights)
+        task.tokenizer.save_pretrained(self.folder)
+
+    def close(self, task: Task, results: dict[str, dict[str, Any]], tables: dict[str, np.ndarray]) -> None:
+        """Write the results and say how it went."""
+        if not self.writes:
+            return
+        train = {
+            "epoch": self.schedule.total_steps / self.schedule.steps_per_epoch,
+            "train_loss": float(np.mean(self.losses)),
+            "train_runtime": self.train_seconds,
+            "train_samples": self.schedule.samples,
+            "train_samples_per_second": self.samples / self.train_seconds,
+            "train_steps_per_second": self.schedule.total_steps / self.train_seconds,
+        }
+        files = {"train": train}
+        for split, figures in results.items():
+            prefix = "eval" if split == "validation" else split
+            files[prefix] = {f"{prefix}_{key}": value for key, value in figures.items()}
+            details = task.details(split, tables[split])
+            if details:
+                write_json(self.folder / f"{prefix}_report.json", details)
+        for prefix, figures in files.items():
+            write_json(self.folder / f"{prefix}_results.json", figures)
+        write_json(self.folder / "all_results.json", {k: v for figures in files.values() for k, v in figures.items()})
+        if self.log is not None and results.get("validation"):
+            self.log.write(step=self.schedule.total_steps, epoch=train["epoch"], **files["eval"])
+        if "test" in tables:
+            task.write_predictions(self.folder / "predictions.csv", "test", tables["test"])
+        self._report(task, results)
+        self.settings["cut"] = {
+            "micro_batches_per_step": self.micro_batches / len(self.losses),
+            "padding_share": 1 - self.tokens / self.padded,
+            "micro_batch_bound": dataclasses.asdict(self.feed.bound),
+        }
+        self._write_settings(status="finished")
+        if self.args.push_to_hub:
+            self._push()
+
+    def _report(self, task: Task, results: dict[str, dict[str, Any]]) -> None:
+        """The plot, the model card and the closing table."""
+        from toolkit.report.card import model_card
+        from toolkit.report.plots import training_plot
+
+        training_plot(self.folder / "metrics.jsonl", self.folder / "training.png")
+        figures = results.get("validation", {})
+        facts = {
+            "name": self.folder.name,
+            "base_model": self.args.model_name_or_path,
+            **task.facts,
+            "results": _figures(figures),
+            "settings": _plain(changed(self.args)),
+            "versions": _versions(),
+        }
+        model_card(self.folder / "README.md", facts)
+        self._table(task, results)
+
+    def _table(self, task: Task, results: dict[str, dict[str, Any]]) -> None:
+        baseline = task.baseline()
+        rows = []
+        for split, figures in results.items():
+            for key, value in _figures(figures).items():
+                shown = f"{value:.4f}"
+                if split == "validation" and key in baseline:
+                    shown += f"   (TF-IDF + logistic regression on the same split: {baseline[key]:.4f})"
+                rows.append((f"{split} {key.replace('_', ' ')}", shown))
+        rate = self.samples / self.train_seconds
+        rows += [
+            ("training", f"{duration(self.train_seconds)}, {rate:.1f} samples/s"),
+            ("all in all", duration(time.perf_counter() - self.started)),
+            ("model", str(self.folder)),
+            ("try it", f'toolkit predict {self.folder} --text "{task.example}"'),
+        ]
+        width = max(len(name) for name, _ in rows) + 2
+        say("\n".join(f"{name:<{width}}{value}" for name, value in rows))
+
+    def _push(self) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        name = self.args.hub_model_id or self.folder.name
+        try:
+            api = HfApi()
+            url = api.create_repo(name, exist_ok=True)
+            api.upload_folder(repo_id=url.repo_id, folder_path=self.folder, ignore_patterns=["checkpoint-*"])
+            say(f"uploaded to {url}")
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            from toolkit.errors import UserError
+
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the model is complete in {self.folder}, but could not be uploaded to the Hub as {name}: {reason}. "
+                f"Try again with `hf upload {name} {self.folder}`."
+            ) from error
+
+    def _epoch(self, work: Work) -> float:
+        return work.step.number / self.schedule.steps_per_epoch
+
+    def _write_settings(self, status: str) -> None:
+        flags = _plain(dataclasses.asdict(self.args))
+        content = {"status": status, "task": self.name, "flags": flags, **self.settings, "versions": _versions()}
+        write_json(self.folder / "run.json", content)
+
+
+def _figures(figures: dict[str, Any]) -> dict[str, float]:
+    """The figures of quality among those of an evaluation."""
+    beside = ("samples", "runtime", "samples_per_second", "f1")  # f1 is f1_macro again
+    return {key: value for key, value in figures.items() if key not in beside}
+
+
+def _line(figures: dict[str, Any]) -> str:
+    return "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in _figures(figures).items())
+
+
+def _plain(flags: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if isinstance(value, int | float | str | None) else str(value) for key, value in flags.items()}
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            from toolkit import __version__
+
+            versions[name] = __version__
+    return versions
+
+
+def _fingerprint(samples: Samples) -> str:
+    """Of the encoded split: the same data and tokenizer give the same one on any machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, array in sorted(samples.arrays.items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    if samples.targets is not None:
+        digest.update(np.ascontiguousarray(samples.targets).tobytes())
+    return digest.hexdigest()
+
+
+def _free_folder(folder: Path) -> Path:
+    """`folder`, or where runs have been before, `folder-2`, `folder-3`, …"""
+    count, free = 1, folder
+    while free.exists():
+        count += 1
+        free = folder.with_name(f"{folder.name}-{count}")
+    return free

@@ -1,0 +1,144 @@
+"""From flags to the numbers of a step: global batch, steps, learning rate. All faults at once."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.arguments import Arguments
+from toolkit.data.plan import Schedule
+from toolkit.errors import raise_all
+
+DEFAULT_GLOBAL_BATCH = 32
+DEFAULT_EVAL_ROWS = 64
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The global batch, and the most rows of one micro-batch per device."""
+
+    global_batch: int
+    rows: int | None
+    note: str | None = None  # how an inferred global batch came about
+
+
+def check_flags(args: Arguments) -> list[str]:
+    """What is wrong with the flags by themselves, whatever data and machine."""
+    whole = (
+        "global_batch_size per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size "
+        "max_steps logging_steps max_train_samples max_eval_samples max_length preprocessing_num_workers"
+    )
+    problems = [
+        f"--{name} {value}: expected at least 1."
+        for name in whole.split()
+        if (value := getattr(args, name)) is not None and value < 1
+    ]
+    ranges = {
+        "learning_rate": (0, math.inf),
+        "weight_decay": (0, math.inf),
+        "warmup_steps": (0, math.inf),
+        "max_grad_norm": (0, math.inf),
+        "adam_beta1": (0, 1),
+        "adam_beta2": (0, 1),
+        "adam_epsilon": (0, math.inf),
+        "label_smoothing_factor": (0, 1),
+        "skip_nonfinite_steps": (0, math.inf),
+        "dataloader_num_workers": (0, math.inf),
+        "seed": (0, 2**32),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        if not low <= value < high:
+            limit = f"from {low} to below {high}" if high < math.inf else f"of {low} or more"
+            problems.append(f"--{name} {value}: expected a finite number {limit}.")
+    if args.dropout is not None and not 0 <= args.dropout < 1:
+        problems.append(f"--dropout {args.dropout}: expected a number from 0 to below 1.")
+    if not 0 < args.num_train_epochs < math.inf:
+        problems.append(f"--num_train_epochs {args.num_train_epochs}: expected a number above 0.")
+    if args.warmup_steps >= 1 and args.warmup_steps != int(args.warmup_steps):
+        problems.append(f"--warmup_steps {args.warmup_steps}: a whole number of steps, or a share of them below 1.")
+    if args.eval_strategy == "steps" and args.eval_steps is None:
+        problems.append("--eval_strategy steps needs --eval_steps.")
+    if args.eval_strategy != "steps" and args.eval_steps is not None:
+        problems.append(f"--eval_steps has no effect with --eval_strategy {args.eval_strategy}: use steps.")
+    if args.eval_steps is not None and not args.eval_steps > 0:
+        problems.append(f"--eval_steps {args.eval_steps}: a number of steps, or a share of them below 1.")
+    if args.lr_scheduler_type == "constant" and args.warmup_steps:
+        problems.append("--warmup_steps has no effect with a constant schedule: use constant_with_warmup.")
+    if args.hub_model_id and not args.push_to_hub:
+        problems.append("--hub_model_id has no effect without --push_to_hub.")
+    if args.gradient_accumulation_steps is not None and args.per_device_train_batch_size is None:
+        problems.append(
+            "--gradient_accumulation_steps alone says nothing: add --per_device_train_batch_size, or give "
+            "--global_batch_size and let the machine decide how to cut it."
+        )
+    return problems
+
+
+def batch_sizes(args: Arguments, devices: int) -> tuple[BatchSizes, list[str]]:
+    """The global batch, from the flags and the number of data-parallel devices."""
+    rows, accumulation, wanted = (
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        args.global_batch_size,
+    )
+    if rows is not None and accumulation is not None:
+        product = rows * accumulation * devices
+        sum_text = f"{rows} per device x {accumulation} accumulation steps x {devices} devices = {product}"
+        problems = []
+        if wanted is not None and wanted != product:
+            problems.append(f"--global_batch_size {wanted} contradicts {sum_text}: leave one of them out.")
+        return BatchSizes(product, rows, f"global batch {sum_text}"), problems
+    chosen = wanted or DEFAULT_GLOBAL_BATCH
+    problems = []
+    if rows is not None and rows > chosen:
+        problems.append(
+            f"--per_device_train_batch_size {rows} is only the upper bound of a micro-batch, and more than the global "
+            f"batch of {chosen}. Set --global_batch_size (samples per optimizer step), or add "
+            "--gradient_accumulation_steps 1 to mean HF Trainer's arithmetic."
+        )
+    return BatchSizes(chosen, rows), problems
+
+
+def make_schedule(args: Arguments, global_batch: int, lengths: np.ndarray) -> Schedule:
+    """All steps of the run.
+
+    Raises:
+        UserError: the warm-up is longer than the run.
+    """
+    per_epoch = -(-len(lengths) // global_batch)
+    total = args.max_steps or max(1, math.ceil(args.num_train_epochs * per_epoch - 1e-9))
+    if args.warmup_steps >= 1 and args.warmup_steps > total:
+        raise_all(
+            [
+                f"--warmup_steps {args.warmup_steps:g} is longer than the whole run of {total} steps: the rate "
+                "would never be reached. Use fewer, or a share below 1."
+            ]
+        )
+    by_length = lengths if args.train_sampling_strategy == "group_by_length" else None
+    return Schedule(len(lengths), global_batch, total, args.seed, by_length)
+
+
+def learning_rate(args: Arguments, total_steps: int) -> Callable[[int], float]:
+    """The learning rate of step number 1, 2, … as transformers' schedules of these names define it."""
+    import torch
+    from transformers import get_scheduler
+
+    share = args.warmup_steps if args.warmup_steps < 1 else 0
+    warmup = math.ceil(share * total_steps) if share else int(args.warmup_steps)
+    placeholder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = get_scheduler(args.lr_scheduler_type, placeholder, warmup, total_steps)
+    factor = schedule.lr_lambdas[0]
+    return lambda step: args.learning_rate * factor(step - 1)
+
+
+def evaluation_steps(args: Arguments, schedule: Schedule) -> Callable[[int, bool], bool]:
+    """Whether to evaluate after a step, given its number and whether it ends an epoch."""
+    if args.eval_strategy == "no":
+        return lambda number, ends_epoch: False
+    if args.eval_strategy == "epoch":
+        return lambda number, ends_epoch: ends_epoch
+    share = args.eval_steps if args.eval_steps < 1 else 0
+    every = max(1, math.ceil(share * schedule.total_steps)) if share else int(args.eval_steps)
+    return lambda number, ends_epoch: number % every == 0

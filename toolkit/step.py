@@ -1,0 +1,109 @@
+"""One optimizer step: the same on every machine.
+
+The loss of a step is the sum of the weighted losses of its global batch over the sum of the weights. The
+strategy runs this rank's micro-batches; what is here decides on the weight, on failures and on the
+learning rate.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.data.feed import Feed, Work
+from toolkit.errors import UserError
+from toolkit.launch.environment import restart_command
+from toolkit.report.console import warn
+from toolkit.strategy.base import Seed, Strategy, Update
+from toolkit.strategy.memory import out_of_memory
+
+
+@dataclass
+class Stepper:
+    """Takes steps, and keeps count of those that were skipped.
+
+    Args:
+        learning_rate: of a step number from 1; nothing else moves it.
+        skip_nonfinite: steps whose loss or gradient may be non-finite before the run stops.
+    """
+
+    strategy: Strategy
+    feed: Feed
+    learning_rate: Callable[[int], float]
+    seed: int
+    skip_nonfinite: int
+    skipped: int = 0
+
+    def take(self, work: Work) -> Update:
+        """Run one step and update the weights once.
+
+        Raises:
+            UserError: the step has no target at all; loss or gradient is not finite; memory ran out and the
+                step cannot be repeated in smaller pieces.
+        """
+        number = work.step.number
+        weight = self.strategy.total([sum(batch.weight for batch in work.batches)])[0]
+        if weight <= 0:
+            raise UserError(f"step {number}: none of the samples {_some(work)} has a target to learn from.")
+        loss = self._run(work, weight)
+        update = self.strategy.update(self.learning_rate(number), loss)
+        if not update.applied:
+            self._judge(work, update)
+        return update
+
+    def _run(self, work: Work, weight: float):
+        seed = Seed(self.seed, work.step.number)
+        while True:
+            try:
+                return self.strategy.run(work.batches, weight, seed)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                rows, length = self._halve(work, error)
+            warn(
+                f"out of memory in step {work.step.number} with micro-batches of {rows} x {length} tokens: "
+                f"the step is repeated with at most {self.feed.bound.rows} rows. The global batch stays the same."
+            )
+            self.strategy.clear()
+            work = self.feed.work(work.step)
+
+    def _halve(self, work: Work, error: RuntimeError) -> tuple[int, int]:
+        """Lower the bound to half of the step's largest micro-batch, where the step can be repeated."""
+        rows, length = max(
+            (next(iter(batch.inputs.values())).shape[:2] for batch in work.batches), key=lambda s: s[0] * s[1]
+        )
+        bound = self.feed.bound.halved(rows, length)
+        devices = self.strategy.devices
+        smaller = max(1, bound.rows // devices)
+        if not self.strategy.repeatable or rows == 1:
+            advice = (
+                "A single sample does not fit: lower --max_length, or use a config that splits the model."
+                if rows == 1
+                else f"Continue with smaller micro-batches (the training stays the same): "
+                f"{restart_command('--per_device_train_batch_size', str(smaller), '--overwrite_output_dir')}"
+            )
+            raise UserError(
+                f"out of memory in step {work.step.number} with a micro-batch of {rows} rows of {length} tokens "
+                f"({str(error).splitlines()[0]}). {advice}"
+            ) from error
+        self.feed.bound = bound
+        return rows, length
+
+    def _judge(self, work: Work, update: Update) -> None:
+        """Let a non-finite step pass where it may, else stop."""
+        if self.strategy.overflow(update):
+            return
+        self.skipped += 1
+        what = (
+            f"step {work.step.number}: loss {update.loss}, grad norm {update.grad_norm}, learning rate "
+            f"{self.learning_rate(work.step.number):g}, samples {_some(work)}"
+        )
+        if self.skipped > self.skip_nonfinite:
+            raise UserError(
+                f"{what}: not finite, so the update was not made. Look at these samples, lower --learning_rate "
+                "or --max_grad_norm, or allow some such steps with --skip_nonfinite_steps N."
+            )
+        warn(f"{what}: not finite, skipped ({self.skipped} of {self.skip_nonfinite} allowed).")
+
+
+def _some(work: Work) -> str:
+    ids = work.step.ids.tolist()
+    return ", ".join(map(str, ids[:64])) + (f" and {len(ids) - 64} more" if len(ids) > 64 else "")

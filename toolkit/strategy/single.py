@@ -1,0 +1,132 @@
+"""One process on one device. The other ways to copy a whole model build on it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.launch.environment import World
+from toolkit.report.console import say, warn
+from toolkit.strategy.base import OptimizerRule, Seed, Update, clip, finite
+from toolkit.strategy.precision import Precision
+from toolkit.task import Batch, Task
+
+
+class SingleProcess:
+    """The whole model on one device, and the step as the task defines it."""
+
+    name = "one process"
+    data_rank = 0
+    data_world = 1
+    devices = 1
+    repeatable = True
+
+    def __init__(self, world: World) -> None:
+        self.device = world.device
+        self.precision = Precision(world.precision, world.device)
+
+    def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:
+        self.task = task
+        self.rule = rule
+        self.model = task.model(dtype=torch.float32).to(self.device)
+        self._freeze_unused(probe)
+        self.forward = self.wrap(self.model, probe)
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = rule.make(self.parameters)
+        self.model.train()
+
+    def wrap(self, model: nn.Module, probe: Batch) -> nn.Module:
+        """What is called for a training pass."""
+        return model
+
+    def run(self, batches: Sequence[Batch], weight: float, seed: Seed) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        with self.precision.autocast():
+            for index, batch in enumerate(batches):
+                self.seed(seed.of(self.data_rank, index))
+                with self.synchronised(index == len(batches) - 1):
+                    loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
+                    self.precision.backward(loss * self.data_world)
+                total += loss.detach()
+        return self.reduce(total)
+
+    def trial(self, batch: Batch) -> None:
+        # Without any collective: where one rank's memory is exhausted, the others must not wait for it.
+        with self.precision.autocast(), self.synchronised(last=False):
+            self.precision.backward(self.rows(batch.to(self.device))[:0].sum())
+
+    def seed(self, value: int) -> None:
+        """Seed the dropout of the next micro-batch."""
+        torch.manual_seed(value)
+
+    def rows(self, batch: Batch) -> Tensor:
+        """The loss of each row, filler included: slicing it off gives it a gradient of exactly 0."""
+        return self.task.loss(self.forward(**batch.inputs), batch)
+
+    def synchronised(self, last: bool) -> AbstractContextManager:
+        """Around a micro-batch: gradients are exchanged after the last one only."""
+        return nullcontext()
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """Sum over data ranks, on the device."""
+        return loss
+
+    def update(self, lr: float, loss: Tensor) -> Update:
+        self.precision.unscale(self.optimizer)
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the one read of the step
+        applied = finite(loss_value, norm_value)
+        if applied:
+            clip(parameters, norm, norm_value, self.rule.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.precision.adapt()
+        self.clear()
+        return Update(loss_value, norm_value, applied)
+
+    def overflow(self, update: Update) -> bool:
+        return finite(update.loss) and self.precision.overflow()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            with torch.inference_mode(), self.precision.autocast():
+                yield
+        finally:
+            self.model.train()
+
+    def infer(self, batch: Batch) -> Mapping[str, Tensor]:
+        return self.model(**batch.to(self.device).inputs)
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def gather(self, rows: Tensor) -> list[Tensor]:
+        return [rows]
+
+    def groups(self) -> list[dict]:
+        return [{"weight_decay": g["weight_decay"], "names": g["names"]} for g in self.optimizer.param_groups]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.state_dict().items()
+
+    def _freeze_unused(self, probe: Batch) -> None:
+        """Freeze parameters that the loss does not reach: they would stall DDP, and are no one's to train."""
+        self.model.eval()
+        self.task.loss(self.model(**probe.to(self.device).inputs), probe.to(self.device)).sum().backward()
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        for name, parameter in self.model.named_parameters():
+            if name in unused:
+                parameter.requires_grad_(False)
+        self.model.zero_grad()
+        if unused:
+            say(f"{len(unused)} parameters take no part in the loss and stay as they are: {', '.join(unused[:6])}")
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
+            warn("the model has batch normalisation: its training depends on how a step is cut.")
