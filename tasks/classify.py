@@ -32,10 +32,10 @@ class ClassifyArguments(Arguments):
 
 
 def main() -> None:
-    from toolkit.fit import fit
-
     args = parse(ClassifyArguments, description=__doc__)
+    # Not earlier: --help and mistakes in flags should not wait for torch.
     from toolkit.classification.task import Classification
+    from toolkit.fit import fit
 
     fit(Classification(args), args)
 

@@ -126,15 +126,15 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     recipe: dict[str, Any] = {}
-    problems: list[str] = []
-    if argv and not argv[0].startswith("-"):
-        recipe, problems = _read_recipe(cls, Path(argv.pop(0)))
     parser = _Parser(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+    problems = parser.problems
+    if argv and not argv[0].startswith("-"):
+        recipe, found = _read_recipe(cls, Path(argv.pop(0)))
+        problems += found
     for field, kind in _fields(cls):
         _add(parser, field, kind)
     known, unknown = parser.parse_known_args(argv)
     names = [f"--{field.name}" for field, _ in _fields(cls)]
-    problems += parser.problems
     for at, word in enumerate(unknown):
         if word.startswith("-"):
             name = word.split("=")[0]
@@ -220,7 +220,7 @@ class _Convert:
 
     def __call__(self, word: str) -> Any:
         if self.many:
-            return [self._one(part) for part in word.split(",") if part]
+            return [self._one(part) for part in map(str.strip, word.split(",")) if part]
         return self._one(word)
 
     def _one(self, word: str) -> Any:
@@ -270,7 +270,13 @@ def _read_recipe(cls: type, path: Path) -> tuple[dict[str, Any], list[str]]:
             continue
         convert = _Convert(collector, *fields[name])
         before = len(collector.problems)
-        if convert.many and isinstance(value, list):
+        words = value if isinstance(value, list) else [value]
+        if convert.base is str and not convert.choices and any(isinstance(word, bool) for word in words):
+            collector.problems.append(
+                f"recipe {path}, key `{key}`: yes, no, on, off, true and false without quotes are no text in yaml. "
+                "Put the value in quotes."
+            )
+        elif convert.many and isinstance(value, list):
             values[name] = [convert._one(str(part)) for part in value]
         elif isinstance(value, list | dict):
             collector.problems.append(f"recipe {path}, key `{key}`: expected one value, found {value!r}.")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from toolkit.errors import UserError
 from toolkit.report.console import say, warn
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -31,17 +33,36 @@ def load_config(args: Arguments, **changes: Any) -> "PretrainedConfig":
 
 
 def load_tokenizer(args: Arguments) -> "PreTrainedTokenizerBase":
-    """The tokenizer. One without a padding token pads with its end-of-text token."""
+    """The tokenizer, padding on the right. One without a padding token pads with its end-of-text token.
+
+    Raises:
+        UserError: it cannot be read, is empty, or has no token to pad with.
+    """
     from transformers import AutoTokenizer
 
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = _load("tokenizer", name, AutoTokenizer.from_pretrained, args)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # Without its files transformers makes a tokenizer that knows no word, and says nothing.
+        raise UserError(f"{name} holds no tokenizer: every word would be unknown. Set --tokenizer_name.")
+    tokenizer.padding_side = "right"  # as collate pads, so that the saved model is used as it was trained
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if tokenizer.pad_token is None:
             raise UserError(f"the tokenizer {name} has no token that could stand for padding: set its pad_token.")
         say(f"the tokenizer has no padding token: {tokenizer.pad_token!r} is used")
     return tokenizer
+
+
+def check_vocabulary(tokens: "np.ndarray", tokenizer: "PreTrainedTokenizerBase", config: "PretrainedConfig") -> None:
+    """Raise a `UserError` where token ids, or the padding token's, are beyond the model's embeddings."""
+    size = getattr(config, "vocab_size", None)
+    highest = max(int(tokens.max(initial=0)), tokenizer.pad_token_id)
+    if size is not None and highest >= size:
+        raise UserError(
+            f"the tokenizer gives token id {highest}, but the model has only {size} embeddings: tokenizer and model "
+            "do not belong together. Check --tokenizer_name."
+        )
 
 
 def load_model(auto_class: Any, args: Arguments, config: "PretrainedConfig", **how: Any) -> nn.Module:
@@ -57,20 +78,23 @@ def load_model(auto_class: Any, args: Arguments, config: "PretrainedConfig", **h
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
     if args.attn_implementation:
         how["attn_implementation"] = args.attn_implementation
+    load = auto_class.from_pretrained
     state = _without_module_prefix(args.model_name_or_path)
+    if state is not None:
+        with torch.device("meta"):  # an auto class takes no state_dict, the class that it stands for does
+            model_class = type(auto_class.from_config(config))
+        load = lambda name, **more: model_class.from_pretrained(None, state_dict=state, **more)  # noqa: E731
+    torch.manual_seed(args.seed)
     model, found = _load(
         "model",
-        args.model_name_or_path if state is None else None,
-        auto_class.from_pretrained,
+        args.model_name_or_path,
+        load,
         args,
         config=config,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
-        use_safetensors=None if state is None else False,
-        **({"state_dict": state} if state is not None else {}),
         **how,
     )
     _check_found(model, found, args.model_name_or_path)
@@ -101,9 +125,11 @@ def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> None:
         say(f"initialised anew: {', '.join(fresh[:6])}" + (f" and {len(fresh) - 6} more" if len(fresh) > 6 else ""))
 
 
-def _load(what: str, name: str | None, load: Any, args: Arguments, **more: Any) -> Any:
-    local = name is not None and Path(name).exists()
-    if name is not None and not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+def _load(what: str, name: str, load: Any, args: Arguments, **more: Any) -> Any:
+    from safetensors import SafetensorError
+
+    local = Path(name).exists()
+    if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UserError(f"--model_name_or_path {name}: no such folder.")
     try:
         return load(
@@ -115,11 +141,11 @@ def _load(what: str, name: str | None, load: Any, args: Arguments, **more: Any) 
         )
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
         hint = "" if local else " It is no folder here, so the Hub was asked: check the name and the connection."
-        raise UserError(f"the {what} of {name or args.model_name_or_path} cannot be loaded: {reason}{hint}") from error
+        raise UserError(f"the {what} of {name} cannot be loaded: {reason}{hint}") from error
 
 
 def _without_module_prefix(name: str) -> dict[str, Tensor] | None:
@@ -141,7 +167,7 @@ def _without_module_prefix(name: str) -> dict[str, Tensor] | None:
             return None
     else:
         files = sorted(folder.glob("pytorch_model*.bin"))
-        read = lambda file: torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # noqa: E731
+        read = lambda file: torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))  # noqa: E731
     if not files:
         return None
     try:

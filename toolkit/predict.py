@@ -203,15 +203,31 @@ def _problems(name: str | None, args: PredictArguments, output: Path, argv: Sequ
         problems.append("--text is given more than once: put several texts into a --file.")
     if args.text is not None and not (args.text + (args.text_pair or "")).strip():
         problems.append("--text is empty: there is nothing to label.")
+    if _is_broken(f"{args.text}{args.text_pair}"):
+        problems.append("--text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew.")
     if args.text_pair is not None and args.text is None:
         problems.append("--text_pair belongs to --text; for a file name two --text_column_names.")
     if args.batch_size < 1:
         problems.append(f"--batch_size {args.batch_size}: expected at least 1.")
-    if args.file is not None and output.exists() and not args.overwrite:
+    if args.max_length is not None and args.max_length < 1:
+        problems.append(f"--max_length {args.max_length}: expected at least 1.")
+    if not 0 <= args.threshold <= 1:
+        problems.append(f"--threshold {args.threshold}: a probability is a number from 0 to 1.")
+    if args.file is not None and output.is_dir():
+        problems.append(f"--output {output} is a folder: name a CSV file.")
+    elif args.file is not None and output.exists() and not args.overwrite:
         problems.append(f"--output {output} exists and is left alone: give another --output, or --overwrite.")
     if args.file is not None and not output.parent.is_dir():
         problems.append(f"--output {output}: the folder {output.parent} does not exist.")
     return problems
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _read(args: PredictArguments) -> list[Any]:

@@ -12,6 +12,7 @@ from toolkit.errors import raise_all
 
 DEFAULT_GLOBAL_BATCH = 32
 DEFAULT_EVAL_ROWS = 64
+POLYNOMIAL_END = 1e-7  # transformers' default for the last learning rate
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,20 @@ def check_flags(args: Arguments) -> list[str]:
         problems.append(f"--dropout {args.dropout}: expected a number from 0 to below 1.")
     if not 0 < args.num_train_epochs < math.inf:
         problems.append(f"--num_train_epochs {args.num_train_epochs}: expected a number above 0.")
-    if args.warmup_steps >= 1 and args.warmup_steps != int(args.warmup_steps):
-        problems.append(f"--warmup_steps {args.warmup_steps}: a whole number of steps, or a share of them below 1.")
+    for name in ("warmup_steps", "eval_steps"):
+        steps = getattr(args, name) or 0.0
+        if 1 <= steps < math.inf and steps != int(steps):
+            problems.append(f"--{name} {steps}: a whole number of steps, or a share of them below 1.")
     if args.eval_strategy == "steps" and args.eval_steps is None:
         problems.append("--eval_strategy steps needs --eval_steps.")
     if args.eval_strategy != "steps" and args.eval_steps is not None:
         problems.append(f"--eval_steps has no effect with --eval_strategy {args.eval_strategy}: use steps.")
-    if args.eval_steps is not None and not args.eval_steps > 0:
+    if args.eval_steps is not None and not 0 < args.eval_steps < math.inf:
         problems.append(f"--eval_steps {args.eval_steps}: a number of steps, or a share of them below 1.")
     if args.lr_scheduler_type == "constant" and args.warmup_steps:
         problems.append("--warmup_steps has no effect with a constant schedule: use constant_with_warmup.")
+    if args.lr_scheduler_type == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
+        problems.append(f"a polynomial schedule ends at {POLYNOMIAL_END}: --learning_rate must be above that.")
     if args.hub_model_id and not args.push_to_hub:
         problems.append("--hub_model_id has no effect without --push_to_hub.")
     if args.gradient_accumulation_steps is not None and args.per_device_train_batch_size is None:
@@ -127,7 +132,8 @@ def learning_rate(args: Arguments, total_steps: int) -> Callable[[int], float]:
 
     share = args.warmup_steps if args.warmup_steps < 1 else 0
     warmup = math.ceil(share * total_steps) if share else int(args.warmup_steps)
-    placeholder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    # A polynomial's factor depends on the rate itself.
+    placeholder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     schedule = get_scheduler(args.lr_scheduler_type, placeholder, warmup, total_steps)
     factor = schedule.lr_lambdas[0]
     return lambda step: args.learning_rate * factor(step - 1)

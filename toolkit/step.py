@@ -59,33 +59,33 @@ class Stepper:
                     raise
                 rows, length = self._halve(work, error)
             warn(
-                f"out of memory in step {work.step.number} with micro-batches of {rows} x {length} tokens: "
-                f"the step is repeated with at most {self.feed.bound.rows} rows. The global batch stays the same."
+                f"out of memory in step {work.step.number} with a micro-batch of {rows} rows of {length} tokens: the "
+                f"step is repeated with at most {self.feed.bound.rows_at(length)} such rows at a time. "
+                "The global batch stays the same."
             )
             self.strategy.clear()
             work = self.feed.work(work.step)
 
     def _halve(self, work: Work, error: RuntimeError) -> tuple[int, int]:
-        """Lower the bound to half of the step's largest micro-batch, where the step can be repeated."""
-        rows, length = max(
-            (next(iter(batch.inputs.values())).shape[:2] for batch in work.batches), key=lambda s: s[0] * s[1]
-        )
-        bound = self.feed.bound.halved(rows, length)
-        devices = self.strategy.devices
-        smaller = max(1, bound.rows // devices)
+        """Lower the bound to half of the micro-batch that failed, where the step can be repeated."""
+        failed = work.batches[self.strategy.running]
+        rows, length = next(iter(failed.inputs.values())).shape[:2]
         if not self.strategy.repeatable or rows == 1:
             advice = (
                 "A single sample does not fit: lower --max_length, or use a config that splits the model."
                 if rows == 1
-                else f"Continue with smaller micro-batches (the training stays the same): "
-                f"{restart_command('--per_device_train_batch_size', str(smaller), '--overwrite_output_dir')}"
+                else f"Start again with smaller micro-batches (the training stays the same): {self._restart(rows)}"
             )
             raise UserError(
                 f"out of memory in step {work.step.number} with a micro-batch of {rows} rows of {length} tokens "
                 f"({str(error).splitlines()[0]}). {advice}"
             ) from error
-        self.feed.bound = bound
+        self.feed.bound = self.feed.bound.halved(rows, length)
         return rows, length
+
+    def _restart(self, rows: int) -> str:
+        smaller = max(1, rows // 2 // self.strategy.devices)
+        return restart_command("--per_device_train_batch_size", str(smaller), "--overwrite_output_dir")
 
     def _judge(self, work: Work, update: Update) -> None:
         """Let a non-finite step pass where it may, else stop."""

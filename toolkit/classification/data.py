@@ -1,5 +1,6 @@
 """The rows of a classification task: texts, targets and tokens of every split."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,15 @@ class EncodedRows:
         start, end = self.arrays["offsets"][sample : sample + 2]
         row = {name: self.arrays[name][start:end] for name in ("input_ids", "token_type_ids") if name in self.arrays}
         return {**row, "target": None if self.targets is None else self.targets[sample]}
+
+    def fingerprint(self) -> str:
+        """Of the tokens and targets: the same data and tokenizer give the same one on any machine."""
+        digest = hashlib.blake2b(digest_size=16)
+        targets = [] if self.targets is None else [("targets", self.targets)]
+        for name, array in [*sorted(self.arrays.items()), *targets]:
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
 
 def read_rows(args: Any, known: dict[int, str] | None) -> tuple[dict[str, Rows], Labels]:

@@ -1,6 +1,6 @@
 """Scores of a classifier, from the logits of all evaluation rows, each row once.
 
-Everything is computed in memory from arrays: nothing is fetched, and nothing on disk is shared by two runs.
+Computed by scikit-learn and scipy in memory: nothing is fetched, and nothing on disk is shared by two runs.
 `kind` is transformers' `problem_type`: `single_label_classification`, `multi_label_classification` or
 `regression`.
 """
@@ -58,28 +58,30 @@ def score(
         targets are constant, as they always are with one row. (Only a non-finite logit makes the errors of a
         regression non-finite.)
     """
+    from sklearn import metrics
+
     predicted = predictions(kind, logits, threshold)
     targets = np.asarray(targets)
     if kind == REGRESSION:
         return _score_regression(predicted, targets.astype(np.float64))
-    wanted, said = _indicators(kind, predicted, targets, len(names))
-    f1 = np.array([figures["f1"] for figures in _figures(wanted, said)])
+
+    def f1(average: str) -> float:
+        return float(metrics.f1_score(targets, predicted, average=average, zero_division=0.0))
+
     if kind == MULTI_LABEL:
         return {
-            "f1_micro": _f1(int((wanted & said).sum()), int(said.sum()), int(wanted.sum())),
-            "f1": float(f1.mean()),
-            "f1_macro": float(f1.mean()),
-            "subset_accuracy": float((wanted == said).all(axis=1).mean()),
+            "f1_micro": f1("micro"),
+            "f1": f1("macro"),
+            "f1_macro": f1("macro"),
+            "subset_accuracy": float(metrics.accuracy_score(targets, predicted)),
             "threshold": float(threshold),
         }
-    support, claims = wanted.sum(axis=0), said.sum(axis=0)
-    macro = float(f1[support + claims > 0].mean())
     return {
-        "accuracy": float((predicted == targets).mean()),
-        "f1": macro,
-        "f1_macro": macro,
-        "f1_weighted": float((f1 * support).sum() / support.sum()),
-        "mcc": _mcc(int((predicted == targets).sum()), support, claims),
+        "accuracy": float(metrics.accuracy_score(targets, predicted)),
+        "f1": f1("macro"),
+        "f1_macro": f1("macro"),
+        "f1_weighted": f1("weighted"),
+        "mcc": float(metrics.matthews_corrcoef(targets, predicted)) if len(targets) > 1 else 0.0,
     }
 
 
@@ -93,14 +95,21 @@ def report(
         the order of `names`; `confusion` is {names, rows: "true", columns: "predicted", counts}. A figure
         without anything to divide by is 0.0. For regression: {"count": n}.
     """
+    from sklearn import metrics
+
     predicted = predictions(kind, logits, threshold)
+    targets = np.asarray(targets)
     if kind == REGRESSION:
         return {"count": len(predicted)}
-    wanted, said = _indicators(kind, predicted, np.asarray(targets), len(names))
-    classes = [{"name": name, **figures} for name, figures in zip(names, _figures(wanted, said), strict=True)]
+    ids = list(range(len(names)))
+    figures = metrics.precision_recall_fscore_support(targets, predicted, labels=ids, zero_division=0.0)
+    classes = [
+        {"name": name, "precision": float(p), "recall": float(r), "f1": float(f), "support": int(n)}
+        for name, p, r, f, n in zip(names, *figures, strict=True)
+    ]
     if kind == MULTI_LABEL:
         return {"classes": classes}
-    counts = (wanted.T.astype(int) @ said.astype(int)).tolist()
+    counts = metrics.confusion_matrix(targets, predicted, labels=ids).tolist()
     return {
         "classes": classes,
         "confusion": {"names": list(names), "rows": "true", "columns": "predicted", "counts": counts},
@@ -133,60 +142,15 @@ def greater_is_better(name: str) -> bool:
 
 
 def _score_regression(predicted: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    from scipy import stats
+    from sklearn import metrics
+
+    constant = len(targets) < 2 or np.ptp(predicted) == 0 or np.ptp(targets) == 0
+    if not np.isfinite(predicted).all():
+        return {"pearson": 0.0, "spearman": 0.0, "mse": np.inf, "mae": np.inf}
     return {
-        "pearson": _correlation(predicted, targets),
-        "spearman": _correlation(_ranks(predicted), _ranks(targets)),
-        "mse": float(np.mean((predicted - targets) ** 2)),
-        "mae": float(np.mean(np.abs(predicted - targets))),
+        "pearson": 0.0 if constant else float(stats.pearsonr(predicted, targets).statistic),
+        "spearman": 0.0 if constant else float(stats.spearmanr(predicted, targets).statistic),
+        "mse": float(metrics.mean_squared_error(targets, predicted)),
+        "mae": float(metrics.mean_absolute_error(targets, predicted)),
     }
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    if len(a) < 2 or (a == a[0]).all() or (b == b[0]).all():
-        return 0.0
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return _finite(np.corrcoef(a, b)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1; equal values share the mean of their ranks."""
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[group]
-
-
-def _indicators(kind: str, predicted: np.ndarray, targets: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which labels each row has, and which it is given: two bool arrays [n, k]."""
-    if kind == MULTI_LABEL:
-        return targets > 0.5, predicted
-    return targets[:, None] == np.arange(k), predicted[:, None] == np.arange(k)
-
-
-def _figures(wanted: np.ndarray, said: np.ndarray) -> list[dict[str, float]]:
-    """Precision, recall, F1 and support of each of the k labels."""
-    hits, claims, support = (wanted & said).sum(axis=0), said.sum(axis=0), wanted.sum(axis=0)
-    return [
-        {
-            "precision": float(hit / max(claim, 1)),
-            "recall": float(hit / max(true, 1)),
-            "f1": _f1(int(hit), int(claim), int(true)),
-            "support": int(true),
-        }
-        for hit, claim, true in zip(hits, claims, support)
-    ]
-
-
-def _f1(hits: int, claims: int, support: int) -> float:
-    return 2 * hits / (claims + support) if claims + support else 0.0
-
-
-def _mcc(hits: int, support: np.ndarray, claims: np.ndarray) -> float:
-    """Matthews correlation of k classes (Gorodkin 2004, the R_K statistic), from the counts of each class."""
-    n = float(support.sum())
-    true, said = support.astype(np.float64), claims.astype(np.float64)
-    scale = np.sqrt((n * n - said @ said) * (n * n - true @ true))
-    return float((hits * n - true @ said) / scale) if scale > 0 else 0.0
-
-
-def _finite(value: float) -> float:
-    return float(value) if np.isfinite(value) else 0.0

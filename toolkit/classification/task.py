@@ -14,7 +14,7 @@ from toolkit.classification.data import EncodedRows, is_demo, read_rows
 from toolkit.data.encoding import encode, max_tokens
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, balance, balanced_weights
 from toolkit.errors import raise_all
-from toolkit.models import load_config, load_model, load_tokenizer
+from toolkit.models import check_vocabulary, load_config, load_model, load_tokenizer
 from toolkit.report.console import say, warn
 from toolkit.task import Batch
 
@@ -49,6 +49,7 @@ class Classification:
         splits = {}
         for split, part in rows.items():
             arrays = encode(self.tokenizer, part.texts, limit, args.cache_dir, args.preprocessing_num_workers)
+            check_vocabulary(arrays["input_ids"], self.tokenizer, self.config)
             splits[split] = EncodedRows(arrays, part.targets)
             cut = int(arrays["truncated"][0])
             if cut:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit import __version__
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,15 +31,28 @@ def encode(
     tokenizer and length; the others wait for the file, not in a collective that could time out.
 
     Returns:
-        input_ids (and token_type_ids for pairs): int32 [tokens]; offsets: int64 [n + 1]; truncated: [1].
+        input_ids (and token_type_ids for pairs): int32 [tokens]; offsets: int64 [n + 1]; truncated: [1],
+        the number of texts that have lost tokens.
+
+    Raises:
+        UserError: the cache cannot be written or read.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file, save_file
 
     folder = Path(cache_dir).expanduser() if cache_dir else _default_cache()
     path = folder / f"{_fingerprint(tokenizer, texts, max_length)}.safetensors"
     make: Callable[[], None] = lambda: save_file(_tokenise(tokenizer, texts, max_length, workers), _partial(path))  # noqa: E731
-    once_per_machine(path, make)
-    return load_file(path)
+    try:
+        once_per_machine(path, make)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"encoded texts cannot be cached in {folder} ({error}). Name a folder that can be written: --cache_dir."
+        ) from error
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"the cached file {path} is damaged ({error}). Delete it and start again.") from error
 
 
 def once_per_machine(path: Path, make: Callable[[], None]) -> None:
@@ -62,7 +76,7 @@ def max_tokens(tokenizer: "PreTrainedTokenizerBase", config: Any, asked: int | N
         # RoBERTa's family numbers positions from padding_idx + 1, so it has so many fewer of them.
         offset = (config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0
         limits.append(positions - offset)
-    limit = min(limits, default=512)
+    limit = min(limits, default=asked or 512)
     if asked is not None and asked > limit:
         return limit, f"--max_length {asked} is more than the model has positions for: {limit} is used."
     return asked or limit, None
@@ -89,7 +103,9 @@ def _tokenise(
         for name in names:
             flat[name] += [np.asarray(row, dtype=np.int32) for row in encoded[name]]
         lengths += [len(row) for row in encoded["input_ids"]]
-        truncated += sum(len(row) == max_length for row in encoded["input_ids"])
+        full = (index for index, row in enumerate(encoded["input_ids"]) if len(row) == max_length)
+        # Slow tokenizers do not tell whether a text of just this length has lost any.
+        truncated += sum(not encoded.is_fast or bool(encoded.encodings[index].overflowing) for index in full)
     arrays = {name: np.concatenate(rows) if rows else np.zeros(0, np.int32) for name, rows in flat.items()}
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     return {**arrays, "offsets": offsets, "truncated": np.array([truncated])}
@@ -99,8 +115,12 @@ def _fingerprint(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Any], max
     """Of all that the token ids depend on: an edited text or tokenizer never meets a stale cache."""
     digest = hashlib.blake2b(digest_size=16)
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()  # else what was encoded before would count; every call sets its own
+        backend.no_padding()
     settings = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    for part in (__version__, type(tokenizer).__name__, settings, str(max_length)):
+    beside = f"{max_length} {tokenizer.truncation_side} {tokenizer.model_input_names}"
+    for part in (__version__, type(tokenizer).__name__, settings, beside):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
     for text in texts:
         for part in text if isinstance(text, tuple) else (text,):

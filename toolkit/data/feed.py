@@ -1,7 +1,7 @@
 """From the schedule to the micro-batches of this rank."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ class Work:
     batches: list[Batch]
     tokens: int  # real tokens of the whole global batch
     padded: int  # tokens of all ranks' micro-batches, padding included
+
+    def pin_memory(self) -> "Work":
+        """The same work in page-locked memory; the data loader calls this."""
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
 class Feed:

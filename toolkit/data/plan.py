@@ -33,8 +33,8 @@ class Bound:
         return max(1, min(fit, self.rows or fit))
 
     def halved(self, rows: int, length: int) -> "Bound":
-        """The bound after a micro-batch of this shape did not fit: half of its rows, at that length."""
-        return replace(self, rows=max(1, rows // 2), tokens=min(self.tokens, max(1, rows // 2) * length))
+        """The bound after a micro-batch of this shape did not fit: half of its rows at that length."""
+        return replace(self, tokens=min(self.tokens, max(1, rows // 2) * length))
 
 
 def order(

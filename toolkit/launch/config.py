@@ -142,6 +142,8 @@ def is_a(value: Any, kind: type) -> bool:
 
 
 def _missing(path: Path) -> str:
+    if path.is_dir():
+        return f"config {path}: a folder; name a yaml file in it."
     folder = path.parent
     names = [file.name for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)

@@ -17,6 +17,7 @@ import torch
 from toolkit.arguments import Arguments
 from toolkit.errors import UserError, raise_all
 from toolkit.report.console import warn
+from toolkit.report.tracker import missing_tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -53,7 +54,8 @@ class World:
             what = "CPU" if self.device.type == "cpu" else self.device.type.upper()
             place = f"{self.size} processes on the {what}" if self.size > 1 else f"the {what}"
             if self.device.type == "cpu":
-                place += f", {torch.get_num_threads()} threads each" if self.size > 1 else ""
+                threads = torch.get_num_threads()
+                place += f", {threads} thread{'s' * (threads > 1)}" + (" each" if self.size > 1 else "")
                 strategy += " (rehearsal over gloo)" if self.size > 1 else ""
                 precision += " (rehearsal)" if self.precision == "fp16" else ""
         return f"{place}, {strategy}, {precision}"
@@ -81,10 +83,11 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
         )
     if not gpu and not torch.backends.mps.is_available():
         _use_cores(local_size)
+        _keep_freed_memory()
     if args.full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    accelerator = _accelerator(args, cpu=asked > 1 and not gpu)
+    accelerator = _accelerator(cpu=asked > 1 and not gpu)
     device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
     if accelerator.num_processes != asked:
         raise UserError(
@@ -111,12 +114,11 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
     )
 
 
-def _accelerator(args: Arguments, cpu: bool) -> "Accelerator":
+def _accelerator(cpu: bool) -> "Accelerator":
     from accelerate import Accelerator
 
-    tracker = None if args.report_to == "none" else args.report_to
     try:
-        return Accelerator(cpu=cpu, log_with=tracker, project_dir=args.output_dir if tracker else None)
+        return Accelerator(cpu=cpu)
     except (ValueError, ImportError, RuntimeError) as error:
         raise UserError(
             f"the processes of the job could not be set up: {' '.join(str(error).split())}. "
@@ -145,6 +147,7 @@ def _asked_in_environment(args: Arguments) -> list[str]:
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
         problems.append(f"dynamo_backend: {backend} has no effect here; leave it out of the accelerate config.")
+    problems += missing_tracker(args.report_to)
     if args.data_parallel and int(environment.get("WORLD_SIZE", "1")) > 1:
         problems.append(
             f"--data_parallel drives all GPUs from one process, but {environment['WORLD_SIZE']} were started. Use "
@@ -229,6 +232,20 @@ def _use_cores(local_size: int) -> None:
     asked = _parent_environment().get("OMP_NUM_THREADS") if _launched() else os.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(int(asked) if asked and asked.isdigit() else max(1, cores // local_size))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed: every step frees and takes the same blocks, and fresh pages cost 10 % of it."""
+    import ctypes
+
+    mmap_max, trim_threshold, top_pad = -4, -1, -2  # malloc.h
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return  # another C library
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 256 * 2**20)
 
 
 def _launched() -> bool:

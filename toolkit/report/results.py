@@ -84,15 +84,38 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def claim_output(path: Path, overwrite: bool) -> None:
-    """Make the output folder, or make sure that nothing in it is lost. Call it in one process.
+    """Make the output folder free for results. Call it in one process, when there is something to write.
 
     With `overwrite`, the result files of an earlier run of this toolkit are removed; all other files stay.
+
+    Raises:
+        UserError: see `check_output`.
+    """
+    # The mark goes last: a removal that is interrupted can be repeated.
+    for name in sorted(check_output(path, overwrite), key=lambda name: name in MARKS):
+        (Path(path) / name).unlink()
+
+
+def check_output(path: Path, overwrite: bool) -> list[str]:
+    """Make the output folder where there is none, or make sure that nothing in it would be lost.
+
+    Returns:
+        The results of an earlier run that `claim_output` would remove.
 
     Raises:
         UserError: the folder is not empty and `overwrite` is false; it holds files with the names of our
             results that no run of this toolkit has left; or it cannot be made or written.
     """
     path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output_dir {path} is a file, not a folder. Give another --output_dir.")
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:  # bytes that the locale has no characters for; the tokenizer's save fails on them
+        raise UserError(
+            f"--output_dir {str(path)!a}: this locale cannot write such a name. Set the environment variable "
+            "PYTHONUTF8=1, or give a name of ASCII letters."
+        ) from None
     try:
         path.mkdir(parents=True, exist_ok=True)
         present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
@@ -113,9 +136,7 @@ def claim_output(path: Path, overwrite: bool) -> None:
             f"--output_dir {path} holds {_few(results)}, but no {MARKS[0]}: no run of this toolkit wrote "
             "them, so --overwrite_output_dir leaves them alone. Give another --output_dir."
         )
-    # The mark goes last: a removal that is interrupted can be repeated.
-    for name in sorted(results, key=lambda name: name in MARKS):
-        (path / name).unlink()
+    return results
 
 
 def _few(names: list[str]) -> str:

@@ -1,11 +1,9 @@
 """What a run leaves behind: its settings, its log, its model, its results. Rank 0 writes."""
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,18 +14,22 @@ from torch import Tensor, nn
 from toolkit.arguments import Arguments, changed
 from toolkit.data.feed import Feed, Work
 from toolkit.data.plan import Bound, Schedule
+from toolkit.errors import UserError
 from toolkit.launch.environment import World
-from toolkit.report.console import say
+from toolkit.report.console import say, warn
+from toolkit.report.facts import count_parameters, peak_memory, versions
 from toolkit.report.progress import Progress, duration
-from toolkit.report.results import MetricsLog, claim_output, write_json
+from toolkit.report.results import MetricsLog, check_output, claim_output, write_json
+from toolkit.report.tracker import Tracker
 from toolkit.strategy.base import Strategy, Update
 from toolkit.task import Samples, Task
-
-LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "numpy", "toolkit")
 
 
 class Run:
     """The output folder of one run, as a context manager.
+
+    Nothing in the folder is touched before the first step: a run that stops at a mistake in flags or data
+    leaves it as it was.
 
     Args:
         name: the task's, for the default folder output/<name>.
@@ -40,30 +42,40 @@ class Run:
         self.settings: dict[str, Any] = {}
         self.losses: list[float] = []
         self.samples = self.tokens = self.padded = self.micro_batches = 0
-        self.folder = Path(args.output_dir) if args.output_dir else _free_folder(Path("output") / name)
+        self.folder = Path(args.output_dir or Path("output") / name)
         self.log: MetricsLog | None = None
+        self.tracker: Tracker | None = None
 
     def __enter__(self) -> "Run":
         if self.writes:
-            claim_output(self.folder, self.args.overwrite_output_dir)
-            # From here on the folder is marked as a run's, also when this run does not come far.
-            self._write_settings(status="running")
-        if self.args.report_to != "none":
-            self.world.accelerator.init_trackers(self.name, config=_plain(changed(self.args)))
+            if not self.args.output_dir:
+                self.folder = _new_folder(self.folder)
+            self.made = not self.folder.exists() or not self.args.output_dir
+            check_output(self.folder, self.args.overwrite_output_dir)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.losses:
+            error.add_note(f"after step {len(self.losses)} of {self.schedule.total_steps}")
         if self.log is not None:
             self.log.close()
-        if kind is not None and self.writes:
-            self._write_settings(status="failed")
-        if self.args.report_to != "none" and kind is None:
-            self.world.accelerator.end_training()
+            if error is not None:
+                self._write_settings(status="failed")
+        elif self.writes and self.made:
+            with suppress(OSError):  # somebody has put a file there
+                self.folder.rmdir()
+        if self.tracker is not None:
+            self.tracker.close()
 
     def describe(self, strategy: Strategy, splits: dict[str, Samples], schedule: Schedule, bound: Bound) -> None:
         """Note the settings as they came about."""
+        if "validation" not in splits:
+            warn(
+                "there is no validation data, so the model is not scored: add --validation_file or "
+                "--validation_split_percentage."
+            )
         self.settings |= {
             "strategy": strategy.name,
             "effective": self.world.describe(strategy.name, strategy.devices),
@@ -76,18 +88,21 @@ class Run:
             "total_steps": schedule.total_steps,
             "micro_batch_bound": dataclasses.asdict(bound),
             "optimizer_groups": strategy.groups(),
+            **count_parameters(strategy.model),
             "samples": {split: len(samples) for split, samples in splits.items()},
-            "data_fingerprint": {split: _fingerprint(samples) for split, samples in splits.items()},
+            "data_fingerprint": {split: samples.fingerprint() for split, samples in splits.items()},
         }
-        if self.writes:
-            self._write_settings(status="running")
 
     @contextmanager
     def training(self, schedule: Schedule, feed: Feed) -> Iterator[None]:
         """Around all steps: the progress bar and metrics.jsonl."""
         self.feed, self.schedule = feed, schedule
         if self.writes:
+            claim_output(self.folder, self.args.overwrite_output_dir)
+            self._write_settings(status="running")
             self.log = MetricsLog(self.folder / "metrics.jsonl")
+            if self.args.report_to != "none":
+                self.tracker = Tracker(self.args.report_to, self.name, self.folder, _plain(changed(self.args)))
         self.train_started = self.last = time.perf_counter()
         with Progress(schedule.total_steps, self.args.logging_steps) as self.progress:
             yield
@@ -119,10 +134,8 @@ class Run:
         if self.log is not None:
             self.log.write(**row)
         self.progress.update(number, update.loss, lr, update.grad_norm, samples / seconds)
-        if self.args.report_to != "none" and (number % self.args.logging_steps == 0 or number == 1):
-            self.world.accelerator.log(
-                {f"train/{key}": row[key] for key in ("loss", "grad_norm", "learning_rate")}, number
-            )
+        if self.tracker is not None and (number % self.args.logging_steps == 0 or number == 1):
+            self.tracker.log({f"train/{key}": row[key] for key in ("loss", "grad_norm", "learning_rate")}, number)
 
     def evaluated(self, work: Work, figures: dict[str, Any]) -> None:
         """Log an evaluation in the course of training."""
@@ -132,8 +145,8 @@ class Run:
         if self.log is not None:
             self.log.write(step=work.step.number, epoch=self._epoch(work), **row)
         self.progress.say(f"step {work.step.number}: " + _line(figures))
-        if self.args.report_to != "none":
-            self.world.accelerator.log({f"eval/{key}": value for key, value in figures.items()}, work.step.number)
+        if self.tracker is not None:
+            self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, work.step.number)
         self.last = time.perf_counter()  # the next step's time starts here
 
     def export(self, model: nn.Module, task: Task, weights: dict[str, Tensor]) -> None:
@@ -167,6 +180,9 @@ class Run:
         write_json(self.folder / "all_results.json", {k: v for figures in files.values() for k, v in figures.items()})
         if self.log is not None and results.get("validation"):
             self.log.write(step=self.schedule.total_steps, epoch=train["epoch"], **files["eval"])
+            if self.tracker is not None:
+                evaluation = {f"eval/{key}": value for key, value in results["validation"].items()}
+                self.tracker.log(evaluation, self.schedule.total_steps)
         if "test" in tables:
             task.write_predictions(self.folder / "predictions.csv", "test", tables["test"])
         self._report(task, results)
@@ -175,9 +191,12 @@ class Run:
             "padding_share": 1 - self.tokens / self.padded,
             "micro_batch_bound": dataclasses.asdict(self.feed.bound),
         }
+        self.settings["peak_memory_bytes"] = peak_memory(self.world.device)
         self._write_settings(status="finished")
         if self.args.push_to_hub:
-            self._push()
+            from toolkit.report.hub import push
+
+            push(self.folder, self.args.hub_model_id or self.folder.name)
 
     def _report(self, task: Task, results: dict[str, dict[str, Any]]) -> None:
         """The plot, the model card and the closing table."""
@@ -192,7 +211,7 @@ class Run:
             **task.facts,
             "results": _figures(figures),
             "settings": _plain(changed(self.args)),
-            "versions": _versions(),
+            "versions": versions(),
         }
         model_card(self.folder / "README.md", facts)
         self._table(task, results)
@@ -216,31 +235,12 @@ class Run:
         width = max(len(name) for name, _ in rows) + 2
         say("\n".join(f"{name:<{width}}{value}" for name, value in rows))
 
-    def _push(self) -> None:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-
-        name = self.args.hub_model_id or self.folder.name
-        try:
-            api = HfApi()
-            url = api.create_repo(name, exist_ok=True)
-            api.upload_folder(repo_id=url.repo_id, folder_path=self.folder, ignore_patterns=["checkpoint-*"])
-            say(f"uploaded to {url}")
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            from toolkit.errors import UserError
-
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"the model is complete in {self.folder}, but could not be uploaded to the Hub as {name}: {reason}. "
-                f"Try again with `hf upload {name} {self.folder}`."
-            ) from error
-
     def _epoch(self, work: Work) -> float:
         return work.step.number / self.schedule.steps_per_epoch
 
     def _write_settings(self, status: str) -> None:
         flags = _plain(dataclasses.asdict(self.args))
-        content = {"status": status, "task": self.name, "flags": flags, **self.settings, "versions": _versions()}
+        content = {"status": status, "task": self.name, "flags": flags, **self.settings, "versions": versions()}
         write_json(self.folder / "run.json", content)
 
 
@@ -255,36 +255,19 @@ def _line(figures: dict[str, Any]) -> str:
 
 
 def _plain(flags: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if isinstance(value, int | float | str | None) else str(value) for key, value in flags.items()}
+    plain = int | float | str | list | None
+    return {key: value if isinstance(value, plain) else str(value) for key, value in flags.items()}
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            from toolkit import __version__
-
-            versions[name] = __version__
-    return versions
-
-
-def _fingerprint(samples: Samples) -> str:
-    """Of the encoded split: the same data and tokenizer give the same one on any machine."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, array in sorted(samples.arrays.items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    if samples.targets is not None:
-        digest.update(np.ascontiguousarray(samples.targets).tobytes())
-    return digest.hexdigest()
-
-
-def _free_folder(folder: Path) -> Path:
-    """`folder`, or where runs have been before, `folder-2`, `folder-3`, …"""
+def _new_folder(folder: Path) -> Path:
+    """Make `folder`, or where runs have been before, `folder-2`, `folder-3`, …; two runs never get the same."""
     count, free = 1, folder
-    while free.exists():
-        count += 1
-        free = folder.with_name(f"{folder.name}-{count}")
-    return free
+    while True:
+        try:
+            free.mkdir(parents=True)
+            return free
+        except FileExistsError:
+            count += 1
+            free = folder.with_name(f"{folder.name}-{count}")
+        except OSError as error:
+            raise UserError(f"the folder {free} cannot be made: {error.strerror}. Give an --output_dir.") from None

@@ -87,6 +87,7 @@ class Strategy(Protocol):
     data_world: int
     devices: int  # devices that share one micro-batch
     repeatable: bool  # no collective inside a micro-batch: a failed step may be repeated
+    running: int  # index of the micro-batch that `run` began last
     model: nn.Module  # unwrapped
 
     def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:

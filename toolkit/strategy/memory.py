@@ -68,9 +68,10 @@ def default_bound(rows: int | None, devices: int, device: torch.device) -> Bound
 def find_bound(strategy: Strategy, feed: Feed, rule: OptimizerRule, meter: Meter | None) -> Bound:
     """The largest micro-batch that fits, the same on every rank.
 
-    Two small micro-batches give the bytes per padded token and per token x length; those are
-    extrapolated to 90 % of what is free beside the optimizer's state. Then the worst micro-batch of the
-    run is tried, with that state's memory taken, and the bound halved until it passes.
+    A few small micro-batches give the bytes per padded token and per token x length; those are
+    extrapolated to 90 % of what is free beside gradients and optimizer state, and the least over ranks is
+    taken. Then the worst micro-batch of the run is tried, with that state's memory taken, and the bound
+    halved until it passes.
 
     Raises:
         UserError: not even a single row of the longest sample fits.
@@ -79,31 +80,16 @@ def find_bound(strategy: Strategy, feed: Feed, rule: OptimizerRule, meter: Meter
         return feed.bound
     parameters = sum(p.numel() for p in strategy.model.parameters() if p.requires_grad)
     state = parameters * (8 if rule.name == "adamw" else 0)
-    strategy.trial(collate(feed.task, feed.samples, np.array([0]), 0))  # allocations that stay
-    linear, square = _slopes(strategy, feed, meter)
-    room = SHARE * (meter.free() - state - 4 * parameters)
-    if room <= 0:
-        raise UserError(
-            f"the model's gradients and optimizer state ({(state + 4 * parameters) / 2**30:.1f} GiB) do not fit "
-            "beside its weights on this device. Use a config that shards them."
-        )
-    bound = replace(feed.bound, tokens=room / linear, area=room / square if square > 0 else math.inf)
-    # The least over ranks.
-    shares = [part.tolist() for part in strategy.gather(torch.tensor([[bound.tokens, bound.area]]).double())]
-    feed.bound = replace(bound, tokens=min(s[0][0] for s in shares), area=min(s[0][1] for s in shares))
+    own = _extrapolated(strategy, feed, meter, beside=state + 4 * parameters)
+    everyone = torch.cat(strategy.gather(torch.tensor([[own.tokens, own.area]], dtype=torch.float64)))
+    feed.bound = replace(own, tokens=everyone[:, 0].min().item(), area=everyone[:, 1].min().item())
     held = meter.reserve(state)
     while True:
         worst = feed.worst()
         rows, length = next(iter(worst.inputs.values())).shape[:2]
-        failed = 0.0
-        try:
-            strategy.trial(worst)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            failed = 1.0
+        fits = _tried(lambda worst=worst: strategy.trial(worst))
         strategy.clear()
-        if not strategy.total([failed])[0]:
+        if not strategy.total([float(not fits)])[0]:
             break
         if rows == 1:
             raise UserError(f"one sample of {length} tokens does not fit on this device: lower --max_length.")
@@ -113,18 +99,62 @@ def find_bound(strategy: Strategy, feed: Feed, rule: OptimizerRule, meter: Meter
     return feed.bound
 
 
-def _slopes(strategy: Strategy, feed: Feed, meter: Meter) -> tuple[float, float]:
-    """Bytes per padded token, and per padded token x length, from a short and a long micro-batch."""
+def _extrapolated(strategy: Strategy, feed: Feed, meter: Meter, beside: int) -> Bound:
+    """This rank's bound, where gradients and optimizer state take `beside` bytes of what is free."""
+    measured: list[tuple[float, float, float]] = []
+    fits = _tried(lambda: measured.append(_measured(strategy, feed, meter)))
+    strategy.clear()
+    room = SHARE * (meter.free() - beside)
+    if room <= 0:
+        raise UserError(
+            f"the model's gradients and optimizer state ({beside / 2**30:.1f} GiB) do not fit beside its weights "
+            "on this device. Use a config that shards them."
+        )
+    fixed, linear, square = measured[0] if fits else (math.inf, 1.0, 0.0)
+    if fixed >= room:
+        return feed.bound.halved(1, int(feed.samples.lengths.max()))  # one row at a time, which is tried next
+    return replace(
+        feed.bound,
+        tokens=min(feed.bound.tokens, (room - fixed) / linear),
+        area=(room - fixed) / square if square > 0 else math.inf,
+    )
+
+
+def _tried(action: Callable[[], None]) -> bool:
+    """Whether `action` found enough memory."""
+    try:
+        action()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def _measured(strategy: Strategy, feed: Feed, meter: Meter) -> tuple[float, float, float]:
+    """Bytes of a pass in itself, per padded token, and per padded token x length.
+
+    Two micro-batches of one length, one twice the other, tell what grows with the batch from what does
+    not; a short and a long sample tell what grows with the length.
+    """
     by_length = np.argsort(feed.samples.lengths, kind="stable")
-    rows = max(2 * strategy.devices, 2)
-    middle, longest = by_length[len(by_length) // 4 :][:rows], by_length[-rows:]
-    points = []
-    for ids in (middle, longest):
-        batch = collate(feed.task, feed.samples, ids, 0)
-        count, length = next(iter(batch.inputs.values())).shape[:2]
-        points.append((count * length, length, meter.peak(lambda batch=batch: strategy.trial(batch))))
-        strategy.clear()
-    (tokens_a, length_a, bytes_a), (tokens_b, length_b, bytes_b) = points
-    per_a, per_b = bytes_a / tokens_a, bytes_b / tokens_b
-    square = max(0.0, (per_b - per_a) / (length_b - length_a)) if length_b > length_a else 0.0
-    return max(1.0, per_b - square * length_b), square
+    short, long = int(by_length[len(by_length) // 4]), int(by_length[-1])
+    strategy.trial(collate(feed.task, feed.samples, np.array([short]), 0))  # gradients and workspaces, which stay
+    lengths = {sample: max(1, int(feed.samples.lengths[sample])) for sample in (short, long)}
+    tokens = 2 * strategy.devices * lengths[long]
+
+    def peak(sample: int, rows: int) -> int:
+        batch = collate(feed.task, feed.samples, np.full(rows, sample), 0)
+        return meter.peak(lambda: strategy.trial(batch))
+
+    def line(sample: int) -> tuple[float, float]:
+        rows = tokens // lengths[sample]
+        once, twice = peak(sample, rows), peak(sample, 2 * rows)
+        return max(0.0, 2 * once - twice), (twice - once) / (rows * lengths[sample])
+
+    (fixed_short, at_short), (fixed_long, at_long) = line(short), line(long)
+    fixed = max(fixed_short, fixed_long)
+    growth = (at_long - at_short) / (lengths[long] - lengths[short]) if lengths[long] > lengths[short] else 0.0
+    if growth <= 0:
+        return fixed, max(1.0, at_short, at_long), 0.0
+    return fixed, max(1.0, at_long - growth * lengths[long]), growth

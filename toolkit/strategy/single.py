@@ -21,6 +21,7 @@ class SingleProcess:
     data_world = 1
     devices = 1
     repeatable = True
+    running = 0
 
     def __init__(self, world: World) -> None:
         self.device = world.device
@@ -44,6 +45,7 @@ class SingleProcess:
         total = torch.zeros((), device=self.device)
         with self.precision.autocast():
             for index, batch in enumerate(batches):
+                self.running = index
                 self.seed(seed.of(self.data_rank, index))
                 with self.synchronised(index == len(batches) - 1):
                     loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight

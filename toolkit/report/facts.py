@@ -1,0 +1,40 @@
+"""What a run knows about libraries, model and memory."""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import nn
+
+import toolkit
+
+LIBRARIES = ("torch", "accelerate", "transformers", "datasets", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Version of the toolkit and of the libraries that decide on a result."""
+    found = {"toolkit": toolkit.__version__}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """All parameters, and those of matrix products: two dimensions, outside embeddings."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.dim() == 2 and id(p) not in tables]
+    return {"parameters": sum(p.numel() for p in parameters), "matrix_parameters": sum(p.numel() for p in matrices)}
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory of this rank's device that tensors took; on a CPU the most that the process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
