@@ -65,7 +65,7 @@ if [ "$nodes" -gt 1 ]; then
     rank=${NODE_RANK:-${SLURM_NODEID:-}}
     address=${MASTER_ADDR:-}
     if [ -z "$address" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-        address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     fi
     [ -n "$rank" ] || fail "NNODES is $nodes: set NODE_RANK, 0 on the first machine to $((nodes - 1))."
     [ -n "$address" ] || fail "NNODES is $nodes: set MASTER_ADDR to the address of the first machine."

@@ -128,7 +128,7 @@ def train(task, flags, precision="no") -> Trained:
     trained = prepare(task, flags, precision)
     for work in trained.feed:
         trained.ids.append([batch.ids for batch in work.batches])
-        trained.updates.append(trained.stepper.take(work))
+        trained.updates.append(trained.stepper.take(work)[0])
     return trained
 
 

@@ -204,6 +204,9 @@ class Lengths:
     def __init__(self, model_max_length):
         self.model_max_length = model_max_length
 
+    def num_special_tokens_to_add(self, pair):
+        return 2
+
 
 @pytest.mark.parametrize(
     ("tokenizer_limit", "config", "asked", "expected"),
@@ -230,6 +233,12 @@ def test_h13_more_than_the_model_has_positions_for_is_said():
 
 def test_a_model_without_a_limit_takes_what_is_asked():
     assert max_tokens(Lengths(int(1e30)), Config("t5", None), 2048) == (2048, None)
+
+
+def test_a_limit_without_room_for_a_text_is_refused():
+    with pytest.raises(UserError, match="--max_length 2 leaves no room beside the 2 special tokens"):
+        max_tokens(Lengths(512), Config(), 2)
+    assert max_tokens(Lengths(512), Config(), 3) == (3, None)
 
 
 def run_long(model, tmp_path, train, validation, *more):

@@ -177,12 +177,12 @@ def test_fp16_overflow_skips_the_step_and_goes_on():
     scaler._init_scale = 2.0**40  # far too large: gradients overflow in float16
     works = iter(trained.feed)
     before = {name: p.detach().clone() for name, p in trained.weights.items()}
-    first = trained.stepper.take(next(works))
+    first, _ = trained.stepper.take(next(works))
     assert not first.applied and math.isfinite(first.loss) and not math.isfinite(first.grad_norm)
     assert furthest(trained.weights, before) == 0
     assert scaler.get_scale() == 2.0**39
     scaler._scale.fill_(2.0**10)
-    second = trained.stepper.take(next(works))
+    second, _ = trained.stepper.take(next(works))
     assert second.applied and furthest(trained.weights, before) > 0
     assert trained.stepper.skipped == 0  # no fault
     # The step is consumed: the second one has the second global batch.
@@ -320,7 +320,7 @@ def two_ranks(folder):
             if noise and os.environ["RANK"] == "0":
                 torch.rand(7), np.random.rand(7)  # E03: what one rank does alone
             trained.ids.append([batch.ids for batch in work.batches])
-            trained.updates.append(trained.stepper.take(work))
+            trained.updates.append(trained.stepper.take(work)[0])
         return {
             "losses": trained.losses,
             "norms": trained.norms,

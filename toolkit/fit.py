@@ -25,7 +25,7 @@ from toolkit.settings import (
 from toolkit.step import Stepper
 from toolkit.strategy import choose
 from toolkit.strategy.base import OptimizerRule, Strategy
-from toolkit.strategy.memory import CudaMeter, default_bound, find_bound
+from toolkit.strategy.memory import CudaMeter, default_bound, find_bound, out_of_memory
 from toolkit.task import Samples, Task
 
 EARLY_BATCHES = 2  # evaluation batches before the first step, so that errors of evaluation show at once
@@ -83,7 +83,12 @@ def _prepare(
         args.dataloader_num_workers,
     )
     probe = collate(task, samples, np.arange(min(2 * strategy.devices, len(samples))), 0)
-    strategy.build(task, rule, probe)
+    try:
+        strategy.build(task, rule, probe)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"the model does not fit on {world.device}: use a config that shards or splits it.") from error
     find_bound(strategy, feed, rule, CudaMeter(world.device) if world.device.type == "cuda" else None)
     return feed
 
@@ -94,7 +99,7 @@ def _train(args: Arguments, strategy: Strategy, feed: Feed, evaluation: "Evaluat
     due = evaluation_steps(args, schedule)
     with run.training(schedule, feed):
         for work in feed:
-            update = stepper.take(work)
+            update, work = stepper.take(work)
             run.step(work, update, stepper.learning_rate(work.step.number))
             last = work.step.number == schedule.total_steps
             if due(work.step.number, work.step.ends_epoch) and not last:
@@ -102,10 +107,9 @@ def _train(args: Arguments, strategy: Strategy, feed: Feed, evaluation: "Evaluat
 
 
 def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run) -> None:
-    """The final evaluation, the model, the predictions and the summary."""
-    weights = dict(strategy.weights())
+    """The model, before anything else can fail; then the final evaluation, predictions and summary."""
+    run.export(strategy.model, task, dict(strategy.weights()))
     results = {split: evaluation.run(split) for split in ("validation", "test") if split in evaluation.splits}
-    run.export(strategy.model, task, weights)
     run.close(task, results, evaluation.tables)
 
 

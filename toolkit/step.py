@@ -8,6 +8,8 @@ learning rate.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from toolkit.data.feed import Feed, Work
 from toolkit.errors import UserError
 from toolkit.launch.environment import restart_command
@@ -32,8 +34,8 @@ class Stepper:
     skip_nonfinite: int
     skipped: int = 0
 
-    def take(self, work: Work) -> Update:
-        """Run one step and update the weights once.
+    def take(self, work: Work) -> tuple[Update, Work]:
+        """Run one step and update the weights once; also the work as it was done in the end.
 
         Raises:
             UserError: the step has no target at all; loss or gradient is not finite; memory ran out and the
@@ -43,17 +45,17 @@ class Stepper:
         weight = self.strategy.total([sum(batch.weight for batch in work.batches)])[0]
         if weight <= 0:
             raise UserError(f"step {number}: none of the samples {_some(work)} has a target to learn from.")
-        loss = self._run(work, weight)
+        loss, work = self._run(work, weight)
         update = self.strategy.update(self.learning_rate(number), loss)
         if not update.applied:
             self._judge(work, update)
-        return update
+        return update, work
 
-    def _run(self, work: Work, weight: float):
+    def _run(self, work: Work, weight: float) -> tuple[Tensor, Work]:
         seed = Seed(self.seed, work.step.number)
         while True:
             try:
-                return self.strategy.run(work.batches, weight, seed)
+                return self.strategy.run(work.batches, weight, seed), work
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise

@@ -163,6 +163,8 @@ class Classification:
             config.pad_token_id = self.tokenizer.pad_token_id
 
     def _contradictions(self) -> list[str]:
+        if not 0 < self.args.threshold < 1:
+            return [f"--threshold {self.args.threshold}: expected a probability between 0 and 1."]
         if self.labels.kind == SINGLE:
             return []
         kind = "regression" if self.labels.kind == REGRESSION else "multi-label classification"

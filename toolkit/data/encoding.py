@@ -69,7 +69,11 @@ def once_per_machine(path: Path, make: Callable[[], None]) -> None:
 
 
 def max_tokens(tokenizer: "PreTrainedTokenizerBase", config: Any, asked: int | None) -> tuple[int, str | None]:
-    """The longest sample in tokens that tokenizer, model and flag allow, and a warning when asked for more."""
+    """The longest sample in tokens that tokenizer, model and flag allow, and a warning when asked for more.
+
+    Raises:
+        UserError: the flag leaves no room for a text.
+    """
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
@@ -77,6 +81,8 @@ def max_tokens(tokenizer: "PreTrainedTokenizerBase", config: Any, asked: int | N
         offset = (config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0
         limits.append(positions - offset)
     limit = min(limits, default=asked or 512)
+    if asked is not None and asked <= (special := tokenizer.num_special_tokens_to_add(pair=False)):
+        raise UserError(f"--max_length {asked} leaves no room beside the {special} special tokens of every text.")
     if asked is not None and asked > limit:
         return limit, f"--max_length {asked} is more than the model has positions for: {limit} is used."
     return asked or limit, None

@@ -22,6 +22,15 @@ from toolkit.report.tracker import missing_tracker
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+LAUNCHERS = {
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+}
 NOT_YET = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -98,6 +107,8 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
     if gpu and device.type != "cuda":
         raise UserError(f"GPUs are visible, but the device obtained is {device}. Set `use_cpu: true` to mean that.")
     precision = str(accelerator.mixed_precision)
+    if precision != "no" and device.type == "mps":
+        raise UserError(f"{precision} was asked for, but on MPS only fp32 is supported: use single_gpu.yaml.")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
             f"bf16 was asked for, but {torch.cuda.get_device_name(device)} cannot compute in it. "
@@ -169,7 +180,7 @@ def _asked_in_config(args: Arguments) -> list[str]:
     A task script is not told its config, so this looks at the command line of the parent process (Linux).
     """
     words = parent_command()
-    if not any(Path(word).name in ("accelerate", "accelerate-launch", "launch.py") for word in words[:4]):
+    if not any("accelerate" in Path(word).name for word in words[:4] if not word.startswith("--")):
         return []
     path = config_file(words)
     if path is None:
@@ -249,7 +260,8 @@ def _keep_freed_memory() -> None:
 
 
 def _launched() -> bool:
-    return any(Path(word).name in ("accelerate", "accelerate-launch", "torchrun") for word in parent_command()[:4])
+    """Whether the parent process is a launcher: accelerate or torchrun, as a command or a module."""
+    return any(word in LAUNCHERS or Path(word).name in LAUNCHERS for word in parent_command()[:4])
 
 
 def restart_command(*more: str) -> str:
