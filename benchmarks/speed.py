@@ -43,6 +43,7 @@ def run_toolkit(data, seed, out, *more):
         "--validation_file": data / "dev.csv",
         "--max_train_samples": ROWS,
         "--num_train_epochs": 1,
+        "--eval_strategy": "no",  # the final evaluation comes after the training loop's clock
         "--global_batch_size": BATCH,
         "--learning_rate": RATE,
         "--seed": seed,

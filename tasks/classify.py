@@ -34,9 +34,11 @@ class ClassifyArguments(Arguments):
 def main() -> None:
     args = parse(ClassifyArguments, description=__doc__)
     # Not earlier: --help and mistakes in flags should not wait for torch.
+    from toolkit.classification.data import set_demo_flags
     from toolkit.classification.task import Classification
     from toolkit.fit import fit
 
+    set_demo_flags(args)
     fit(Classification(args), args)
 
 

@@ -120,6 +120,8 @@ class Arguments:
 def parse(cls: type, argv: list[str] | None = None, description: str | None = None) -> Any:
     """Read flags into `cls`; a yaml recipe may stand first, flags on the command line win.
 
+    The result's `given` holds the names of the flags that the user has set.
+
     Raises:
         UserError: all unknown flags and keys and all unreadable values at once, each with the nearest
             valid name.
@@ -143,7 +145,9 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
             problems.append(f"unexpected word {word!r} on the command line: every value belongs behind a --flag.")
     if problems:
         raise UserError(*problems)
-    return cls(**{**recipe, **vars(known)})
+    args = cls(**{**recipe, **vars(known)})
+    args.given = frozenset({*recipe, *vars(known)})
+    return args
 
 
 def changed(args: Any) -> dict[str, Any]:

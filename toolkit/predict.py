@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.arguments import flag, parse
 from toolkit.data.demo import on_hub
+from toolkit.data.values import is_broken
 from toolkit.errors import UserError, raise_all
 from toolkit.report.console import say, warn
 
@@ -203,7 +204,7 @@ def _problems(name: str | None, args: PredictArguments, output: Path, argv: Sequ
         problems.append("--text is given more than once: put several texts into a --file.")
     if args.text is not None and not (args.text + (args.text_pair or "")).strip():
         problems.append("--text is empty: there is nothing to label.")
-    if _is_broken(f"{args.text}{args.text_pair}"):
+    if is_broken(f"{args.text}{args.text_pair}"):
         problems.append("--text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew.")
     if args.text_pair is not None and args.text is None:
         problems.append("--text_pair belongs to --text; for a file name two --text_column_names.")
@@ -220,14 +221,6 @@ def _problems(name: str | None, args: PredictArguments, output: Path, argv: Sequ
     if args.file is not None and not output.parent.is_dir():
         problems.append(f"--output {output}: the folder {output.parent} does not exist.")
     return problems
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _read(args: PredictArguments) -> list[Any]:

@@ -10,6 +10,9 @@ from toolkit.data.columns import label_column, text_columns, texts
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.sources import read_splits
 from toolkit.data.tables import Table
+from toolkit.report.console import say
+
+DEMO_FLAGS = {"num_train_epochs": 1.0, "learning_rate": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,14 @@ def read_rows(args: Any, known: dict[int, str] | None) -> tuple[dict[str, Rows],
         for split, (table, found, kept) in read.items()
     }
     return rows, labels
+
+
+def set_demo_flags(args: Any) -> None:
+    """The demo takes one pass at a higher rate, unless its user asks for something else."""
+    for name, value in DEMO_FLAGS.items():
+        if is_demo(args) and name not in args.given:
+            setattr(args, name, value)
+            say(f"demo data: --{name} {value:g}")
 
 
 def is_demo(args: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.values import is_broken
 from toolkit.errors import UserError, raise_all
 
 
@@ -162,7 +163,7 @@ def _refuse_surrogates(table: Table) -> None:
     """Half a UTF-16 pair (`\\ud83d` alone) is not a character: no tokenizer and no file can take it."""
     problems = []
     for name, values in table.columns.items():
-        bad = [row for row, value in enumerate(values) if _any_text(value, _is_broken)]
+        bad = [row for row, value in enumerate(values) if _any_text(value, is_broken)]
         if bad:
             problems.append(
                 f"{table.places(bad)}: column `{name}` holds half a surrogate pair (\\ud800 to \\udfff "
@@ -178,12 +179,4 @@ def _any_text(value: Any, test: Callable[[str], bool]) -> bool:
         return any(_any_text(item, test) for item in value)
     if isinstance(value, dict):
         return any(_any_text(item, test) for pair in value.items() for item in pair)
-    return False
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
     return False

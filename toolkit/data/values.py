@@ -32,3 +32,12 @@ def label_name(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
+
+
+def is_broken(text: str) -> bool:
+    """Whether the text holds half a surrogate pair, which no file and no tokenizer can take."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -218,6 +218,8 @@ class Run:
 
     def _table(self, task: Task, results: dict[str, dict[str, Any]]) -> None:
         baseline = task.baseline()
+        if baseline:
+            self.settings["baseline"] = baseline
         rows = []
         for split, figures in results.items():
             for key, value in _figures(figures).items():
