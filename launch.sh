@@ -75,7 +75,7 @@ fi
 
 # Flags that the config needs from the task, from its head.
 read -r -a needed <<<"$(sed -n -e '/^[^#]/q' -e 's/^# flags: *//p' "$file" | tr '\n' ' ')"
-# --quiet: the launcher adds no traceback of its own to what one process has said.
+# --quiet: accelerate adds no traceback to what one process has said (torchrun's, with several, cannot be left out).
 command=(accelerate launch --quiet --config_file "$file" "${options[@]}"
     "$script" "$@" ${needed[@]+"${needed[@]}"})
 if [ -n "$dry_run" ]; then

@@ -1,5 +1,6 @@
 """What gpu_check.sh runs: the demo under three precisions on the GPU, against fp32 on the CPU."""
 
+import csv
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 STEPS, PARITY_STEPS, BATCH = 150, 8, 128
 TOLERANCE = {"single_gpu": (1e-4, 1e-3), "single_gpu_bf16": (1e-2, 2e-2), "single_gpu_fp16": (1e-2, 2e-2)}
 
@@ -27,9 +29,21 @@ def matrix_rate(dtype, size=8192, seconds=1.0):
     return 2 * size**3 * count / (time.perf_counter() - start)
 
 
+def write_data(folder):
+    """The demo's data as files, so that every run has all of it, whatever its device."""
+    from toolkit.data.demo import stdlib_docstrings
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, table in stdlib_docstrings().items():
+        with (folder / f"{split}.csv").open("w", encoding="utf-8", newline="") as stream:
+            csv.writer(stream).writerows([("text", "label"), *zip(table.columns["text"], table.columns["label"])])
+
+
 def run(config, out, steps, cpu=False, **flags):
     """One run of the demo; its step rows and settings."""
-    words = {"--output_dir": out, "--max_steps": steps, "--eval_strategy": "no", **flags}
+    data = Path(out).parent
+    words = {"--train_file": data / "train.csv", "--validation_file": data / "validation.csv"}
+    words |= {"--output_dir": out, "--max_steps": steps, "--eval_strategy": "no", **flags}
     words = [str(word) for pair in words.items() for word in pair]
     command = ["accelerate", "launch", "--quiet", "--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
@@ -41,6 +55,7 @@ def run(config, out, steps, cpu=False, **flags):
 
 def main():
     folder = Path(sys.argv[1])
+    write_data(folder)
     same = {"--dropout": 0, "--global_batch_size": 32}
     reference, _ = run("single_gpu", folder / "cpu", PARITY_STEPS, cpu=True, **same)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -62,7 +62,7 @@ def test_negative_numbers_are_values():
         (["--lerning_rate=1"], "unknown flag --lerning_rate. Did you mean `--learning_rate`?"),
         (["--learning_rat", "1"], "unknown flag --learning_rat. Did you mean `--learning_rate`?"),  # no abbreviations
         (["--xyzzy"], "unknown flag --xyzzy."),
-        (["--bf16"], "unknown flag --bf16."),
+        (["--qqq"], "unknown flag --qqq."),
         (["--seed", "x"], "--seed 'x': expected a whole number."),
         (["--seed", "1.5"], "--seed '1.5': expected a whole number."),
         (["--learning_rate", "fast"], "--learning_rate 'fast': expected a number."),
@@ -178,3 +178,10 @@ def test_help_is_quick_and_names_every_flag():
     assert "default: 5e-05" in result.stdout
     imported = [line.split("|")[-1].strip() for line in result.stderr.splitlines() if "|" in line]
     assert not {"torch", "transformers", "datasets"} & set(imported)
+
+
+def test_flags_of_hf_scripts_are_told_where_they_went():
+    with pytest.raises(UserError) as caught:
+        parse(Arguments, ["--bf16", "--warmup_ratio", "0.1", "--do_train"])
+    bf16, warmup, train = caught.value.messages
+    assert "accelerate config" in bf16 and "--warmup_steps" in warmup and "leave it out" in train

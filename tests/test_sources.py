@@ -426,3 +426,10 @@ REAL = [
 @pytest.mark.parametrize(("name", "rows", "options"), REAL)
 def test_real_files_have_the_rows_of_their_documentation(real_data, name, rows, options):
     assert len(read_table(str(real_data / name), **options)) == rows
+
+
+def test_the_index_column_of_pandas_is_a_column(tmp_path):
+    file = tmp_path / "frame.csv"
+    file.write_text(",text,label\n0,good,pos\n1,bad,neg\n")
+    table = read_table(str(file))
+    assert list(table.columns) == ["row", "text", "label"] and table.columns["text"] == ["good", "bad"]

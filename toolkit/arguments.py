@@ -25,6 +25,18 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 
+# Flags of HF's scripts that have no counterpart by name.
+ELSEWHERE = {
+    "--fp16": " Precision belongs to the accelerate config: use one that ends in _fp16.",
+    "--bf16": " Precision belongs to the accelerate config: use one that ends in _bf16.",
+    "--warmup_ratio": " Use --warmup_steps with a number below 1.",
+    "--do_train": " The script always trains: leave it out.",
+    "--do_eval": " Evaluation follows from --validation_file: leave it out.",
+    "--do_predict": " Prediction follows from --test_file: leave it out.",
+    "--group_by_length": " Use --train_sampling_strategy group_by_length.",
+    "--auto_find_batch_size": " Micro-batches always fit the memory: leave it out.",
+}
+
 
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field that becomes `--name`."""
@@ -107,7 +119,7 @@ class Arguments:
     )
 
     # Evaluation, logging, output
-    eval_strategy: str = flag("epoch", "When to evaluate.", ("no", "steps", "epoch"))
+    eval_strategy: str = flag("epoch", "When to evaluate beside the end of training.", ("no", "steps", "epoch"))
     eval_steps: float | None = flag(None, "Steps between evaluations; below 1 a share of all steps.")
     logging_steps: int = flag(10, "Steps between log lines where there is no terminal, and between tracker entries.")
     report_to: str = flag("none", "Tracker.", ("none", "tensorboard", "wandb", "trackio"))
@@ -140,7 +152,7 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
     for at, word in enumerate(unknown):
         if word.startswith("-"):
             name = word.split("=")[0]
-            problems.append(f"unknown flag {name}.{nearest(name, names)}")
+            problems.append(f"unknown flag {name}.{ELSEWHERE.get(name) or nearest(name, names)}")
         elif at == 0 or not unknown[at - 1].startswith("-"):  # else the value of an unknown flag
             problems.append(f"unexpected word {word!r} on the command line: every value belongs behind a --flag.")
     if problems:

@@ -30,7 +30,7 @@ def outputs(strategy: Strategy, task: Task, samples: Samples, bound: Bound, batc
             scored = task.columns(strategy.infer(batch), batch.to(strategy.device))[: len(batch.ids)]
             ids += batch.ids
             rows.append(scored)
-        own = torch.cat(rows).double().cpu()
+        own = torch.cat(rows).cpu().double()
     table = np.full((len(samples), own.shape[1]), np.nan)
     own_ids = torch.tensor(ids, dtype=torch.float64).reshape(-1, 1)
     for part in strategy.gather(torch.cat([own_ids, own], dim=1)):

@@ -131,8 +131,9 @@ class Evaluation:
         start = time.perf_counter()
         samples = self.splits[split]
         table = self.tables[split] = outputs(self.strategy, self.task, samples, self._bound())
-        if np.isnan(table).any():
-            missing = np.flatnonzero(np.isnan(table).any(axis=1))
+        finite = np.isfinite(table).all(axis=1)
+        if not finite.all():
+            missing = np.flatnonzero(~finite)
             raise UserError(
                 f"the model's outputs for {len(missing)} of {len(table)} samples of the {split} split are not finite "
                 f"(first: sample {missing[0]}). Its weights have probably diverged: lower --learning_rate."

@@ -1,6 +1,7 @@
 """Configs, tokenizers and models from a folder or the Hub, as the flags say."""
 
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.arguments import Arguments
+from toolkit.data.demo import on_hub
 from toolkit.errors import UserError
 from toolkit.report.console import say, warn
 
@@ -65,11 +67,20 @@ def check_vocabulary(tokens: "np.ndarray", tokenizer: "PreTrainedTokenizerBase",
         )
 
 
-def load_model(auto_class: Any, args: Arguments, config: "PretrainedConfig", **how: Any) -> nn.Module:
+def load_model(
+    auto_class: Any,
+    args: Arguments,
+    config: "PretrainedConfig",
+    start: Callable[[nn.Module, Collection[str]], None] | None = None,
+    **how: Any,
+) -> nn.Module:
     """The model, in the dtype that `how` says, with freshly initialised parts named.
 
     Parts that the files do not have, or have in another shape (a head for another number of labels), are
     initialised from `--seed` alike on every rank.
+
+    Args:
+        start: called with the model and the names of its parts that were initialised anew.
 
     Raises:
         UserError: the files cannot be read, or do not fit the config outside the head.
@@ -97,13 +108,16 @@ def load_model(auto_class: Any, args: Arguments, config: "PretrainedConfig", **h
         output_loading_info=True,
         **how,
     )
-    _check_found(model, found, args.model_name_or_path)
+    fresh = _check_found(model, found, args.model_name_or_path)
+    if start is not None:
+        start(model, fresh)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> None:
+def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> set[str]:
+    """The names of parts initialised anew, after saying so; raises a `UserError` where these are not the head's."""
     body = f"{model.base_model_prefix}."
     mismatched = sorted(
         str(entry[0]) if isinstance(entry, tuple | list) else str(entry) for entry in found["mismatched_keys"]
@@ -123,6 +137,7 @@ def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> None:
     fresh = [key for key in missing if key not in mismatched]
     if fresh:
         say(f"initialised anew: {', '.join(fresh[:6])}" + (f" and {len(fresh) - 6} more" if len(fresh) > 6 else ""))
+    return {*missing, *mismatched}
 
 
 def _load(what: str, name: str, load: Any, args: Arguments, **more: Any) -> Any:
@@ -131,6 +146,11 @@ def _load(what: str, name: str, load: Any, args: Arguments, **more: Any) -> Any:
     local = Path(name).exists()
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UserError(f"--model_name_or_path {name}: no such folder.")
+    if not local and not on_hub(name):
+        raise UserError(
+            f"the {what} of {name} cannot be loaded: it is no folder here, and no model of the Hugging Face Hub that "
+            "can be had from here. Check the name and the connection."
+        )
     try:
         return load(
             name,

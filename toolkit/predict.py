@@ -35,7 +35,9 @@ class PredictArguments:
     column_names: list[str] | None = flag(None, "Column names of CSV/TSV files without a header line.")
     max_length: int | None = flag(None, "Longest text in tokens. Default: what model and tokenizer allow.")
     batch_size: int = flag(32, "Texts in one forward pass.")
-    threshold: float = flag(0.5, "Least probability of a label that is given (multi-label models).")
+    threshold: float | None = flag(
+        None, "Least probability of a label that is given (multi-label models). Default: the training run's, else 0.5."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = _read(args)
     model, tokenizer = load(name)
     kind, names = describe(model.config)
+    _check_columns(name, model.config, texts)
+    threshold = args.threshold if args.threshold is not None else getattr(model.config, "threshold", 0.5)
     logits = infer(model, tokenizer, texts, args.batch_size, args.max_length)
     if args.file is None:
-        print(_spoken(kind, names, logits, args.threshold))
+        print(_spoken(kind, names, logits, threshold))
         return 0
-    write_predictions(output, kind, names, logits, threshold=args.threshold)
+    write_predictions(output, kind, names, logits, threshold=threshold)
     say(f"{len(texts):,} predictions written to {output}")
     return 0
 
@@ -212,7 +216,7 @@ def _problems(name: str | None, args: PredictArguments, output: Path, argv: Sequ
         problems.append(f"--batch_size {args.batch_size}: expected at least 1.")
     if args.max_length is not None and args.max_length < 1:
         problems.append(f"--max_length {args.max_length}: expected at least 1.")
-    if not 0 <= args.threshold <= 1:
+    if args.threshold is not None and not 0 <= args.threshold <= 1:
         problems.append(f"--threshold {args.threshold}: a probability is a number from 0 to 1.")
     if args.file is not None and output.is_dir():
         problems.append(f"--output {output} is a folder: name a CSV file.")
@@ -231,6 +235,15 @@ def _read(args: PredictArguments) -> list[Any]:
     asked = args.text_column_names
     label = None if asked else label_column(table, None, required=False)
     return texts(table, text_columns(table, asked, label), args.empty_text)[0]
+
+
+def _check_columns(name: str, config: Any, texts: list[Any]) -> None:
+    """Refuse single texts for a model of pairs, and pairs for a model of single texts, where the config tells."""
+    columns = getattr(config, "text_columns", None)
+    given = 2 if isinstance(texts[0], tuple) else 1
+    if columns and len(columns) != given:
+        wanted = "pairs of texts: add --text_pair, or name two columns" if given == 1 else "single texts, not pairs"
+        raise UserError(f"model {name} was trained on {wanted} ({', '.join(columns)}).")
 
 
 def _spoken(kind: str, names: Sequence[str], logits: "np.ndarray", threshold: float) -> str:

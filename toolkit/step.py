@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.data.feed import Feed, Work
 from toolkit.errors import UserError
 from toolkit.launch.environment import restart_command
-from toolkit.report.console import warn
+from toolkit.report.console import say, warn
 from toolkit.strategy.base import Seed, Strategy, Update
 from toolkit.strategy.memory import out_of_memory
 
@@ -92,6 +92,7 @@ class Stepper:
     def _judge(self, work: Work, update: Update) -> None:
         """Let a non-finite step pass where it may, else stop."""
         if self.strategy.overflow(update):
+            say(f"step {work.step.number}: the scaled gradient overflowed fp16: no update, and a lower scale from here")
             return
         self.skipped += 1
         what = (

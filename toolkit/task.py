@@ -54,7 +54,7 @@ class Task(Protocol):
     """One kind of training, such as classification."""
 
     name: str
-    example: str  # a text to try the model on
+    example: str  # flags of `toolkit predict` to try the model with
     tokenizer: Any  # saved beside the model
     facts: dict[str, Any]  # for the model card, see toolkit.report.card
 

@@ -53,8 +53,8 @@ class EncodedRows:
         return digest.hexdigest()
 
 
-def read_rows(args: Any, known: dict[int, str] | None) -> tuple[dict[str, Rows], Labels]:
-    """Read and check all splits that the flags name.
+def read_rows(args: Any, known: dict[int, str] | None) -> tuple[dict[str, Rows], Labels, list[str]]:
+    """Read and check all splits that the flags name; also what their labels mean, and the names of the text columns.
 
     Args:
         known: id2label of an existing head.
@@ -77,7 +77,7 @@ def read_rows(args: Any, known: dict[int, str] | None) -> tuple[dict[str, Rows],
         split: Rows(found, labels.targets(table, required=split != "test"), kept)
         for split, (table, found, kept) in read.items()
     }
-    return rows, labels
+    return rows, labels, names
 
 
 def set_demo_flags(args: Any) -> None:

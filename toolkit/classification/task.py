@@ -1,6 +1,6 @@
 """Classification as a task: one label of several, several at once, or a number."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Classification:
         self.tokenizer = load_tokenizer(args)
         has_head = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or [])
         known = self.config.id2label if has_head else None
-        rows, self.labels = read_rows(args, known)
+        rows, self.labels, self.text_columns = read_rows(args, known)
         self.rows = rows
         raise_all(self._contradictions())
         if known and self.labels.names and list(known.values()) != self.labels.names:
@@ -64,7 +64,7 @@ class Classification:
     def model(self, **how: Any) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        return load_model(AutoModelForSequenceClassification, self.args, self.config, **how)
+        return load_model(AutoModelForSequenceClassification, self.args, self.config, self._start, **how)
 
     def collate(self, rows: Sequence[dict[str, Any]], ids: Sequence[int], epoch: int) -> Batch:
         tokens = [row["input_ids"] for row in rows]
@@ -130,8 +130,10 @@ class Classification:
 
     @property
     def example(self) -> str:
-        """A text to try the model on, for the closing lines."""
-        return "Return the square root of the argument." if is_demo(self.args) else "your text"
+        """Flags of `toolkit predict` to try the model with, for the closing lines."""
+        if is_demo(self.args):
+            return '--text "Return the square root of the argument."'
+        return '--text "your text"' + (' --text_pair "its pair"' if len(self.text_columns) == 2 else "")
 
     def baseline(self) -> dict[str, float]:
         """What word counts reach on the demo's split; nothing for other data."""
@@ -141,6 +143,21 @@ class Classification:
 
         train, validation = self.rows["train"], self.rows["validation"]
         return tfidf_baseline(train.texts, train.targets.tolist(), validation.texts, validation.targets.tolist())
+
+    def _start(self, model: nn.Module, fresh: Collection[str]) -> None:
+        """Let the bias of a fresh head say the base rates: the log-odds of each label, or the mean value.
+
+        From zero, a multi-label head first moves all logits down by several units, and the features with
+        them (the start of Lin et al. 2017, section 4.1). Single-label heads are near enough at zero.
+        """
+        targets = self.rows["train"].targets.astype(np.float64)
+        for name, parameter in model.named_parameters():
+            if name in fresh and name.endswith("bias") and parameter.shape == (self.labels.num_labels,):
+                if self.labels.kind == MULTI:
+                    rate = (targets.sum(axis=0) + 0.5) / (len(targets) + 1)
+                    parameter.data.copy_(torch.from_numpy(np.log(rate / (1 - rate))))
+                elif self.labels.kind == REGRESSION:
+                    parameter.data.fill_(targets.mean())
 
     def _plain_loss(self, table: np.ndarray, targets: np.ndarray) -> float:
         """The mean loss of a split, neither weighted nor smoothed."""
@@ -159,12 +176,20 @@ class Classification:
             config.id2label = dict(enumerate(labels.names))
             config.label2id = {name: i for i, name in enumerate(labels.names)}
         config.problem_type = labels.kind
+        config.text_columns = self.text_columns
+        if labels.kind == MULTI:
+            config.threshold = self.args.threshold
         if config.pad_token_id is None or config.pad_token_id != self.tokenizer.pad_token_id:
             config.pad_token_id = self.tokenizer.pad_token_id
 
     def _contradictions(self) -> list[str]:
         if not 0 < self.args.threshold < 1:
             return [f"--threshold {self.args.threshold}: expected a probability between 0 and 1."]
+        if self.labels.kind == SINGLE and len(self.labels.names) > max(20, len(self.rows["train"].texts) // 4):
+            warn(
+                f"{len(self.labels.names)} classes in {len(self.rows['train'].texts)} training rows: if the labels are "
+                "numbers to be predicted, add --problem_type regression."
+            )
         if self.labels.kind == SINGLE:
             return []
         kind = "regression" if self.labels.kind == REGRESSION else "multi-label classification"

@@ -42,9 +42,10 @@ def text_columns(table: Table, asked: list[str] | None, label: str | None) -> li
         raise_all(problems)
         return list(asked)
     names = [name for name in table.columns if name != label]
-    found = [list(pair) for pair in PAIR_NAMES if set(pair) <= set(names)]
+    usual = {name.lower(): name for name in names}
+    found = [[usual[name] for name in pair] for pair in PAIR_NAMES if set(pair) <= set(usual)]
     paired = {name for pair in found for name in pair}
-    found += [[name] for name in TEXT_NAMES if name in names and name not in paired]
+    found += [[usual[name]] for name in TEXT_NAMES if name in usual and usual[name] not in paired]
     if not found:
         found = [[name] for name in names if _is_text(table.columns[name])]
     if len(found) == 1:
@@ -69,7 +70,7 @@ def label_column(table: Table, asked: str | None, required: bool = True) -> str 
         if asked not in table.columns and required:
             raise UserError(absent(table, asked, "--label_column_name"))
         return asked if asked in table.columns else None
-    found = [name for name in LABEL_NAMES if name in table.columns]
+    found = [name for name in table.columns if name.lower() in LABEL_NAMES]
     if len(found) == 1 or not (found or required):
         return found[0] if found else None
     fault = "more than one label column" if found else "no label column of a usual name"

@@ -57,6 +57,8 @@ def read_delimited(
             raise UserError(f"{name}:{top}: the file has a header line already: leave out --column_names.")
     else:
         names = [field.strip() for field in records.pop(0)[1]]
+        if len(names) > 1 and names[0] == "":
+            names[0] = "row"  # the index that pandas' to_csv() writes
         check_names(f"{name}:{top}", names)
         if len(names) == 1:
             _refuse_hidden_delimiter(f"{name}:{top}", first, delimiter)

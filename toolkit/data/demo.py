@@ -144,7 +144,7 @@ def on_hub(name: str) -> bool:
 
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=3)
+            HfApi().model_info(name, timeout=10)
     except Exception:  # not a name, offline, a proxy's page, no such model: whatever it is, it cannot be had
         return False
     return True

@@ -25,8 +25,7 @@ def guarded(main: Callable[[], None]) -> None:
     A `UserError` is shown as paragraphs, anything else as a traceback: by rank 0, or by the rank that
     only it happened to. A rank that fails because another one is gone speaks when that one could not.
     """
-    if _error_file():
-        signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         main()
     except SystemExit:
@@ -34,8 +33,7 @@ def guarded(main: Callable[[], None]) -> None:
     except BaseException as error:
         # A second Ctrl-C, the launcher's own signals: nothing may come between here and the last word.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if _error_file():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(error)
     _disconnect()
 
@@ -63,6 +61,8 @@ def _last_word(error: BaseException) -> tuple[str, bool]:
         return "\n".join(f"error: {message}" for message in error.messages), False
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted{where}.", False
+    if isinstance(error, Terminated) and _error_file() is None:
+        return f"stopped by SIGTERM{where}.", False
     if isinstance(error, Terminated):
         return (
             f"stopped by SIGTERM{where}: from the user or the scheduler, or from the launcher because another rank "
@@ -140,8 +140,8 @@ def _tell_launcher(message: str, follows: bool) -> None:
     file = _error_file()
     if file is None:
         return
-    # The earliest failure is its root cause, in whole seconds: what happened in one second is put in order.
-    timestamp = int(time.time()) + (1 if follows else -1)
+    # For torchrun the earliest failure is the root cause, and it may notice a killed rank late.
+    timestamp = int(time.time()) + (3600 if follows else -1)
     content = {"message": {"message": message, "extraInfo": {"py_callstack": message, "timestamp": timestamp}}}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -151,12 +151,10 @@ def _tell_launcher(message: str, follows: bool) -> None:
 
 
 def _disconnect() -> None:
-    """Leave together with the other ranks."""
+    """Leave the group, without waiting for rank 0, which may still be writing or uploading."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
         # The interpreter's own way out was seen to abort in a communication thread that outlived its owner.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,6 +1,7 @@
 """What a run leaves behind: its settings, its log, its model, its results. Rank 0 writes."""
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from toolkit.arguments import Arguments, changed
@@ -103,6 +105,8 @@ class Run:
             self.log = MetricsLog(self.folder / "metrics.jsonl")
             if self.args.report_to != "none":
                 self.tracker = Tracker(self.args.report_to, self.name, self.folder, _plain(changed(self.args)))
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # what was tried before does not count
         self.train_started = self.last = time.perf_counter()
         with Progress(schedule.total_steps, self.args.logging_steps) as self.progress:
             yield
@@ -232,7 +236,7 @@ class Run:
             ("training", f"{duration(self.train_seconds)}, {rate:.1f} samples/s"),
             ("all in all", duration(time.perf_counter() - self.started)),
             ("model", str(self.folder)),
-            ("try it", f'toolkit predict {self.folder} --text "{task.example}"'),
+            ("try it", f"toolkit predict {shlex.quote(str(self.folder))} {task.example}"),
         ]
         width = max(len(name) for name, _ in rows) + 2
         say("\n".join(f"{name:<{width}}{value}" for name, value in rows))

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.launch.environment import World
 from toolkit.report.console import warn
-from toolkit.strategy.single import SingleProcess
+from toolkit.strategy.single import SingleProcess, batch_norms
 from toolkit.task import Batch
 
 
@@ -28,7 +28,7 @@ class DDP(SingleProcess):
         self.control = dist.new_group(backend="gloo") if world.device.type != "cpu" else None
 
     def wrap(self, model: nn.Module, probe: Batch) -> nn.Module:
-        batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        batch_norm = bool(batch_norms(model))
         if batch_norm:
             if self.device.type == "cuda":
                 model = self.model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -43,7 +43,9 @@ class DDP(SingleProcess):
         # DDP sums in another order from its second backward on. Taking the first one here, on a batch
         # that counts for nothing, makes a run that starts anew bit-equal to one that goes on.
         self.forward = wrapped
-        self.rows(probe.to(self.device))[:0].sum().backward()
+        with self.precision.autocast():
+            loss = self.rows(probe.to(self.device))[:0].sum()
+        loss.backward()
         model.zero_grad()
         return wrapped
 
@@ -53,6 +55,10 @@ class DDP(SingleProcess):
     def reduce(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss)
         return loss
+
+    def clear(self) -> None:
+        # Kept and filled with zeros: gradients stay in DDP's buckets, also those of all micro-batches but the last.
+        self.optimizer.zero_grad(set_to_none=False)
 
     def total(self, values: Sequence[float]) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64)

@@ -54,9 +54,15 @@ class SingleProcess:
         return self.reduce(total)
 
     def trial(self, batch: Batch) -> None:
-        # Without any collective: where one rank's memory is exhausted, the others must not wait for it.
-        with self.precision.autocast(), self.synchronised(last=False):
-            self.precision.backward(self.rows(batch.to(self.device))[:0].sum())
+        # Without any collective: where one rank's memory is exhausted, the others must not wait for it. So batch
+        # normalisation uses its statistics, and leaves them as they are.
+        for module in batch_norms(self.model):
+            module.eval()
+        try:
+            with self.precision.autocast(), self.synchronised(last=False):
+                self.precision.backward(self.rows(batch.to(self.device))[:0].sum())
+        finally:
+            self.model.train()
 
     def seed(self, value: int) -> None:
         """Seed the dropout of the next micro-batch."""
@@ -99,7 +105,8 @@ class SingleProcess:
     def inference(self) -> Iterator[None]:
         self.model.eval()
         try:
-            with torch.inference_mode(), self.precision.autocast():
+            # Not inference_mode: DataParallel's threads would not inherit it.
+            with torch.no_grad(), self.precision.autocast():
                 yield
         finally:
             self.model.train()
@@ -122,7 +129,10 @@ class SingleProcess:
     def _freeze_unused(self, probe: Batch) -> None:
         """Freeze parameters that the loss does not reach: they would stall DDP, and are no one's to train."""
         self.model.eval()
-        self.task.loss(self.model(**probe.to(self.device).inputs), probe.to(self.device)).sum().backward()
+        batch = probe.to(self.device)
+        with self.precision.autocast():
+            loss = self.task.loss(self.model(**batch.inputs), batch).sum()
+        loss.backward()
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         for name, parameter in self.model.named_parameters():
             if name in unused:
@@ -130,5 +140,10 @@ class SingleProcess:
         self.model.zero_grad()
         if unused:
             say(f"{len(unused)} parameters take no part in the loss and stay as they are: {', '.join(unused[:6])}")
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
+        if batch_norms(self.model):
             warn("the model has batch normalisation: its training depends on how a step is cut.")
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The batch normalisation layers, whose training depends on how a step is cut."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
