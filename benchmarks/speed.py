@@ -79,7 +79,7 @@ def run_hf(data, seed, out, best):
         table = Dataset.from_dict({"text": [r["text"] for r in rows], "label": [int(r["label"]) for r in rows]})
         return table.map(lambda part: tokenizer(part["text"], truncation=True), batched=True, remove_columns=["text"])
 
-    flags = {"bf16": True, "train_sampling_strategy": "group_by_length"} if best else {}
+    flags = {"bf16": True, "use_cpu": True, "train_sampling_strategy": "group_by_length"} if best else {}
     arguments = TrainingArguments(
         output_dir=str(out),
         per_device_train_batch_size=BATCH,

@@ -23,6 +23,7 @@ class DataParallel(SingleProcess):
     """
 
     name = "DataParallel"
+    finely = False  # replicas have embeddings of their own
 
     def __init__(self, world: World, replicas: int | None, loss: str) -> None:
         super().__init__(world)

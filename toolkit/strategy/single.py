@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from toolkit.launch.environment import World
 from toolkit.report.console import say, warn
 from toolkit.strategy.base import OptimizerRule, Seed, Update, clip, finite
+from toolkit.strategy.embedding import EmbeddingGradient
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
 
@@ -22,6 +23,7 @@ class SingleProcess:
     devices = 1
     repeatable = True
     running = 0
+    finely = True  # whether the embeddings' gradient may wait for the last micro-batch
 
     def __init__(self, world: World) -> None:
         self.device = world.device
@@ -32,6 +34,7 @@ class SingleProcess:
         self.rule = rule
         self.model = task.model(dtype=torch.float32).to(self.device)
         self._freeze_unused(probe)
+        self.embedding = EmbeddingGradient(self.model)
         self.forward = self.wrap(self.model, probe)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = rule.make(self.parameters)
@@ -45,9 +48,12 @@ class SingleProcess:
         total = torch.zeros((), device=self.device)
         with self.precision.autocast():
             for index, batch in enumerate(batches):
-                self.running = index
+                self.running, last = index, index == len(batches) - 1
+                self.embedding.apart = self.finely and not last
+                if last:
+                    self.embedding.add()  # before the gradients are exchanged
                 self.seed(seed.of(self.data_rank, index))
-                with self.synchronised(index == len(batches) - 1):
+                with self.synchronised(last):
                     loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
                     self.precision.backward(loss * self.data_world)
                 total += loss.detach()
@@ -99,6 +105,7 @@ class SingleProcess:
         return finite(update.loss) and self.precision.overflow()
 
     def clear(self) -> None:
+        self.embedding.parts = []
         self.optimizer.zero_grad()
 
     @contextmanager
