@@ -28,6 +28,11 @@ class EmbeddingGradient:
         self.parts.append((inputs[0], leaf))
         return leaf
 
+    @property
+    def full(self) -> bool:
+        """Whether what has come together takes as much memory as the dense gradient."""
+        return bool(self.parts) and sum(ids.numel() for ids, _ in self.parts) >= len(self.module.weight)
+
     def add(self) -> None:
         """Add what has come together to the weight's gradient."""
         parts = [(ids, leaf.grad) for ids, leaf in self.parts if leaf.grad is not None]

@@ -23,11 +23,12 @@ class SingleProcess:
     devices = 1
     repeatable = True
     running = 0
-    finely = True  # whether the embeddings' gradient may wait for the last micro-batch
 
     def __init__(self, world: World) -> None:
         self.device = world.device
         self.precision = Precision(world.precision, world.device)
+        # On an accelerator micro-batches are few and large, and memory is scarce.
+        self.gathers_embeddings = world.device.type == "cpu"
 
     def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:
         self.task = task
@@ -49,9 +50,9 @@ class SingleProcess:
         with self.precision.autocast():
             for index, batch in enumerate(batches):
                 self.running, last = index, index == len(batches) - 1
-                self.embedding.apart = self.finely and not last
-                if last:
-                    self.embedding.add()  # before the gradients are exchanged
+                self.embedding.apart = self.gathers_embeddings and not last
+                if last or self.embedding.full:  # the last one exchanges the gradients
+                    self.embedding.add()
                 self.seed(seed.of(self.data_rank, index))
                 with self.synchronised(last):
                     loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
