@@ -78,7 +78,15 @@ def test_all_configs_are_listed_here():
 
 def test_two_runs_start_at_once_beside_a_taken_port(tmp_path):
     script = tmp_path / "show.py"
-    script.write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_PORT'])\n")
+    # A file per rank: what two ranks print to one pipe may be mixed.
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "said = ' '.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_PORT'))\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(said)\n"
+    )
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "multi_gpu.yaml")]
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     with socket.socket() as taken:
@@ -88,13 +96,11 @@ def test_two_runs_start_at_once_beside_a_taken_port(tmp_path):
             taken.listen()
         except OSError:
             pass  # taken by somebody else, which does as well
-        runs = [
-            subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, text=True, env=environ) for _ in range(2)
-        ]
-        lines = [run.communicate(timeout=120)[0].splitlines() for run in runs]
+        runs = [subprocess.Popen([*command, str(script), str(folder)], env=environ) for folder in folders]
+        assert [run.wait(timeout=120) for run in runs] == [0, 0]
     ports = set()
-    for output in lines:
-        ranks, sizes, port = zip(*(line.split() for line in output))
+    for folder in folders:
+        ranks, sizes, port = zip(*(file.read_text().split() for file in folder.iterdir()))
         assert sorted(ranks) == ["0", "1"] and set(sizes) == {"2"} and len(set(port)) == 1
         ports.update(port)
     assert len(ports) == 2 and "29500" not in ports
