@@ -26,7 +26,6 @@ class DataParallel(SingleProcess):
 
     def __init__(self, world: World, replicas: int | None, loss: str) -> None:
         super().__init__(world)
-        self.gathers_embeddings = False  # replicas have embeddings of their own
         self.loss = loss
         if world.device.type == "cuda":
             self.devices = torch.cuda.device_count()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from toolkit.launch.environment import World
 from toolkit.report.console import say, warn
 from toolkit.strategy.base import OptimizerRule, Seed, Update, clip, finite
-from toolkit.strategy.embedding import EmbeddingGradient
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
 
@@ -27,15 +26,12 @@ class SingleProcess:
     def __init__(self, world: World) -> None:
         self.device = world.device
         self.precision = Precision(world.precision, world.device)
-        # On an accelerator micro-batches are few and large, and memory is scarce.
-        self.gathers_embeddings = world.device.type == "cpu"
 
     def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:
         self.task = task
         self.rule = rule
         self.model = task.model(dtype=torch.float32).to(self.device)
         self._freeze_unused(probe)
-        self.embedding = EmbeddingGradient(self.model)
         self.forward = self.wrap(self.model, probe)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = rule.make(self.parameters)
@@ -49,12 +45,9 @@ class SingleProcess:
         total = torch.zeros((), device=self.device)
         with self.precision.autocast():
             for index, batch in enumerate(batches):
-                self.running, last = index, index == len(batches) - 1
-                self.embedding.apart = self.gathers_embeddings and not last
-                if last or self.embedding.full:  # the last one exchanges the gradients
-                    self.embedding.add()
+                self.running = index
                 self.seed(seed.of(self.data_rank, index))
-                with self.synchronised(last):
+                with self.synchronised(index == len(batches) - 1):
                     loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
                     self.precision.backward(loss * self.data_world)
                 total += loss.detach()
@@ -106,7 +99,6 @@ class SingleProcess:
         return finite(update.loss) and self.precision.overflow()
 
     def clear(self) -> None:
-        self.embedding.parts = []
         self.optimizer.zero_grad()
 
     @contextmanager
