@@ -8,7 +8,7 @@ from tests.lm import TinyLM, random_rows
 from toolkit.data.feed import Feed
 from toolkit.data.plan import Bound, Schedule
 from toolkit.errors import UserError
-from toolkit.strategy.base import OptimizerRule
+from toolkit.strategy.base import OptimizerRule, Size
 from toolkit.strategy.memory import CPU_TOKENS, SHARE, default_bound, find_bound, out_of_memory
 
 PARAMETERS = 1000
@@ -29,6 +29,7 @@ class FakeDevice:
         self.total_bytes, self.base, self.a, self.b, self.hidden = total, base, a, b, hidden
         self.devices, self.others, self.failing = devices, others, failing
         self.model = torch.nn.Linear(PARAMETERS, 1, bias=False)
+        self.size, self.alone = Size.of(self.model), True
         self.gradients, self.reserved = 0, 0
         self.tried: list[tuple[int, int]] = []
 

@@ -173,15 +173,15 @@ def test_k03_some_steps_may_be_skipped(capfd):
 def test_fp16_overflow_skips_the_step_and_goes_on():
     rows = random_rows([10] * 12)
     trained = prepare(TinyLM(rows), flags(4, 3), "fp16")
-    scaler = trained.strategy.precision.scaler
-    scaler._init_scale = 2.0**40  # far too large: gradients overflow in float16
+    precision = trained.strategy.precision
+    precision.scale = 2.0**40  # far too large: gradients overflow in float16
     works = iter(trained.feed)
     before = {name: p.detach().clone() for name, p in trained.weights.items()}
     first, _ = trained.stepper.take(next(works))
     assert not first.applied and math.isfinite(first.loss) and not math.isfinite(first.grad_norm)
     assert furthest(trained.weights, before) == 0
-    assert scaler.get_scale() == 2.0**39
-    scaler._scale.fill_(2.0**10)
+    assert precision.scale == 2.0**39
+    precision.scale = 2.0**10
     second, _ = trained.stepper.take(next(works))
     assert second.applied and furthest(trained.weights, before) > 0
     assert trained.stepper.skipped == 0  # no fault
@@ -192,7 +192,7 @@ def test_fp16_overflow_skips_the_step_and_goes_on():
 
 def test_fp16_that_overflows_at_any_scale_stops():
     trained = prepare(TinyLM(random_rows([10] * 12)), flags(4, 3), "fp16")
-    trained.strategy.precision.scaler._init_scale = 1.0
+    trained.strategy.precision.scale = 1.0
     with torch.no_grad():
         trained.strategy.model.lm_head.weight.mul_(1e6)  # logits beyond float16
     with pytest.raises(UserError, match="step 1"):

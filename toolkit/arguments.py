@@ -117,6 +117,13 @@ class Arguments:
         "Where DataParallel computes the loss: gathered on the first device, or in each replica.",
         ("gathered", "replica"),
     )
+    pipeline_stages: int = flag(1, "Split the layers over so many consecutive ranks: pipeline parallelism.")
+    pipeline_microbatches: int | None = flag(
+        None, "Micro-batches of a step in the pipeline; 1: plain model parallelism. Default: 4 per stage."
+    )
+    pipeline_schedule: str = flag(
+        "1f1b", "1f1b holds fewer activations than gpipe and idles as long.", ("1f1b", "gpipe")
+    )
 
     # Evaluation, logging, output
     eval_strategy: str = flag("epoch", "When to evaluate beside the end of training.", ("no", "steps", "epoch"))

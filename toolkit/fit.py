@@ -81,6 +81,7 @@ def _prepare(
         bound,
         world.device,
         args.dataloader_num_workers,
+        strategy.micro_batches,
     )
     probe = collate(task, samples, np.arange(min(2 * strategy.devices, len(samples))), 0)
     try:
@@ -108,7 +109,7 @@ def _train(args: Arguments, strategy: Strategy, feed: Feed, evaluation: "Evaluat
 
 def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run) -> None:
     """The model, before anything else can fail; then the final evaluation, predictions and summary."""
-    run.export(strategy.model, task, dict(strategy.weights()))
+    run.export(strategy, task)
     results = {split: evaluation.run(split) for split in ("validation", "test") if split in evaluation.splits}
     run.close(task, results, evaluation.tables)
 

@@ -36,6 +36,7 @@ class Feed:
     Args:
         bound: may be lowered while training; steps not yet begun then follow the new one.
         workers: processes that collate ahead; 0: between the steps.
+        micro_batches: of a step, where the strategy asks for a number.
     """
 
     def __init__(
@@ -48,17 +49,19 @@ class Feed:
         bound: Bound,
         device: torch.device,
         workers: int = 0,
+        micro_batches: int | None = None,
     ) -> None:
         self.task, self.samples, self.schedule = task, samples, schedule
         self.rank, self.world, self.bound = rank, world, bound
         self.overhead = OVERHEAD.get(device.type, OVERHEAD_ELSEWHERE)
         self.pin = device.type == "cuda"
         self.workers = workers
+        self.micro_batches = micro_batches
 
     def work(self, step: Step) -> Work:
         """This rank's part of a step under the present bound."""
         lengths = self.samples.lengths[step.ids].tolist()
-        pieces = cut(lengths, self.world, self.bound, self.overhead)
+        pieces = cut(lengths, self.world, self.bound, self.overhead, self.micro_batches)
         batches = [collate(self.task, self.samples, step.ids[piece], step.epoch) for piece in pieces[self.rank]]
         padded = sum(len(piece) * max(lengths[i] for i in piece) for rank in pieces for piece in rank if piece)
         return Work(step, batches, sum(lengths), padded)

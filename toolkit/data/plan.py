@@ -60,7 +60,9 @@ def order(
     return [full[i] for i in draw.permutation(len(full))] + short
 
 
-def cut(lengths: Sequence[int], data_world: int, bound: Bound, overhead: float = 0.0) -> list[list[list[int]]]:
+def cut(
+    lengths: Sequence[int], data_world: int, bound: Bound, overhead: float = 0.0, wanted: int | None = None
+) -> list[list[list[int]]]:
     """Cut one global batch into micro-batches: for each data rank a list of lists of positions.
 
     Every rank gets the same number of micro-batches (an empty one is a filler), since collectives must
@@ -70,17 +72,20 @@ def cut(lengths: Sequence[int], data_world: int, bound: Bound, overhead: float =
     Args:
         lengths: tokens of each sample of the global batch.
         overhead: fixed cost of a micro-batch, in tokens.
+        wanted: this number of micro-batches for each rank, or as many as the bound needs.
     """
     ranked = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in ranked]
     best: tuple[float, list[list[tuple[int, int]]]] | None = None
-    count = -(-len(pieces(descending, bound)) // data_world)
+    count = max(wanted or 1, -(-len(pieces(descending, bound)) // data_world))
     while True:
         dealt, busiest = _deal(_tightest(descending, count * data_world, bound), data_world, count, descending)
         time = busiest + overhead * count
         if best is not None and time >= best[0]:
             break
         best = (time, dealt)
+        if wanted:
+            break
         count += 1
     return [[[ranked[i] for i in range(*piece)] for piece in rank] for rank in best[1]]
 

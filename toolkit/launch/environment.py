@@ -31,12 +31,9 @@ LAUNCHERS = {
     "torch.distributed.run",
     "torch.distributed.launch",
 }
-NOT_YET = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
-}
+# What the launcher says of the strategy, which is ours to set up: the Accelerator only connects the processes.
+STRATEGY_VARIABLES = {"ACCELERATE_USE_DEEPSPEED": "DEEPSPEED", "ACCELERATE_USE_FSDP": "FSDP"}
+HIDDEN = (*STRATEGY_VARIABLES, "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,7 @@ class World:
     size: int
     local_size: int
     precision: str  # no | bf16 | fp16
+    kind: str  # NO | MULTI_GPU | DEEPSPEED | FSDP, as in the accelerate config
 
     def describe(self, strategy: str, devices: int) -> str:
         """One line of what is used, such as `2 of 4 visible GPUs, DDP, bf16`."""
@@ -122,12 +120,15 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
         asked,
         local_size,
         precision,
+        next((kind for variable, kind in STRATEGY_VARIABLES.items() if _is_set(variable)), None)
+        or ("MULTI_GPU" if asked > 1 else "NO"),
     )
 
 
 def _accelerator(cpu: bool) -> "Accelerator":
     from accelerate import Accelerator
 
+    hidden = {name: os.environ.pop(name) for name in HIDDEN if name in os.environ}
     try:
         return Accelerator(cpu=cpu)
     except (ValueError, ImportError, RuntimeError) as error:
@@ -135,16 +136,19 @@ def _accelerator(cpu: bool) -> "Accelerator":
             f"the processes of the job could not be set up: {' '.join(str(error).split())}. "
             "`toolkit check CONFIG` looks for mistakes in the accelerate config."
         ) from error
+    finally:
+        os.environ.update(hidden)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
 
 
 def _asked_in_environment(args: Arguments) -> list[str]:
     environment = os.environ
-    problems = [
-        f"the launcher asks for {what} ({name}=true), which this version does not have yet. "
-        "Use one of accelerate_configs/."
-        for name, what in NOT_YET.items()
-        if environment.get(name, "false").lower() == "true"
-    ]
+    problems = []
+    if _is_set("ACCELERATE_USE_MEGATRON_LM"):
+        problems.append("the launcher asks for Megatron-LM, which is not supported. Use one of accelerate_configs/.")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16", "fp16"):
         problems.append(f"mixed_precision: {precision} is not supported; use no, bf16 or fp16.")

@@ -4,7 +4,6 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch import nn
 
 import toolkit
 
@@ -20,14 +19,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def count_parameters(model: nn.Module) -> dict[str, int]:
-    """All parameters, and those of matrix products: two dimensions, outside embeddings."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.dim() == 2 and id(p) not in tables]
-    return {"parameters": sum(p.numel() for p in parameters), "matrix_parameters": sum(p.numel() for p in matrices)}
 
 
 def peak_memory(device: torch.device) -> int:

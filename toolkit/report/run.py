@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from toolkit.arguments import Arguments, changed
 from toolkit.data.feed import Feed, Work
@@ -19,7 +18,7 @@ from toolkit.data.plan import Bound, Schedule
 from toolkit.errors import UserError
 from toolkit.launch.environment import World
 from toolkit.report.console import say, warn
-from toolkit.report.facts import count_parameters, peak_memory, versions
+from toolkit.report.facts import peak_memory, versions
 from toolkit.report.progress import Progress, duration
 from toolkit.report.results import MetricsLog, check_output, claim_output, write_json
 from toolkit.report.tracker import Tracker
@@ -90,7 +89,7 @@ class Run:
             "total_steps": schedule.total_steps,
             "micro_batch_bound": dataclasses.asdict(bound),
             "optimizer_groups": strategy.groups(),
-            **count_parameters(strategy.model),
+            **strategy.size._asdict(),
             "samples": {split: len(samples) for split, samples in splits.items()},
             "data_fingerprint": {split: samples.fingerprint() for split, samples in splits.items()},
         }
@@ -153,11 +152,12 @@ class Run:
             self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, work.step.number)
         self.last = time.perf_counter()  # the next step's time starts here
 
-    def export(self, model: nn.Module, task: Task, weights: dict[str, Tensor]) -> None:
+    def export(self, strategy: Strategy, task: Task) -> None:
         """Write the model as `from_pretrained` reads it."""
+        weights = {name: tensor for name, tensor in strategy.weights() if tensor is not None}
         if not self.writes:
             return
-        model.save_pretrained(self.folder, state_dict=weights)
+        strategy.shell().save_pretrained(self.folder, state_dict=weights)
         task.tokenizer.save_pretrained(self.folder)
 
     def close(self, task: Task, results: dict[str, dict[str, Any]], tables: dict[str, np.ndarray]) -> None:

@@ -11,6 +11,18 @@ def choose(world: World, args: Arguments) -> Strategy:
         from toolkit.strategy.data_parallel import DataParallel
 
         return DataParallel(world, args.data_parallel_replicas, args.data_parallel_loss)
+    if world.kind == "DEEPSPEED":
+        from toolkit.strategy.zero import ZeRO
+
+        return ZeRO(world)
+    if world.kind == "FSDP":
+        from toolkit.strategy.sharded import Sharded
+
+        return Sharded(world)
+    if args.pipeline_stages > 1:
+        from toolkit.strategy.pipeline import Pipeline
+
+        return Pipeline(world, args.pipeline_stages, args.pipeline_microbatches, args.pipeline_schedule)
     if world.size > 1:
         from toolkit.strategy.ddp import DDP
 

@@ -10,9 +10,29 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from toolkit.report.console import say
 from toolkit.task import Batch, Task
 
 NORMALISATION = re.compile(r"norm|\bln(_|\d|\b)", re.IGNORECASE)
+
+
+class Size(NamedTuple):
+    """Parameters of the whole model, each counted once."""
+
+    parameters: int
+    trainable_parameters: int
+    matrix_parameters: int  # of matrix products: two dimensions, outside embeddings
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Size":
+        """The size of a model that is not split."""
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        parameters = list(model.parameters())
+        return cls(
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters if p.requires_grad),
+            sum(p.numel() for p in parameters if p.dim() == 2 and id(p) not in tables),
+        )
 
 
 class Update(NamedTuple):
@@ -87,8 +107,11 @@ class Strategy(Protocol):
     data_world: int
     devices: int  # devices that share one micro-batch
     repeatable: bool  # no collective inside a micro-batch: a failed step may be repeated
+    alone: bool  # `trial` needs no other rank, so that it may fail on one of them
+    micro_batches: int | None  # in every step of each data rank, where the strategy asks for a number
     running: int  # index of the micro-batch that `run` began last
     model: nn.Module  # unwrapped
+    size: "Size"
 
     def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:
         """Load the model, cut or wrap it, then make the optimizer. `probe` is a batch of real samples."""
@@ -123,14 +146,30 @@ class Strategy(Protocol):
     def groups(self) -> list[dict]:
         """The optimizer's groups: weight decay and the names of the parameters."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own names and full tensors; only the first rank need read the tensors."""
+    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The model's own names and full tensors on the CPU, one at a time; None on all ranks but the first."""
+
+    def shell(self) -> nn.Module:
+        """A model object that can save the tensors of `weights`; its own may be cut or on no device."""
 
 
-def clip(parameters: Sequence[Tensor], norm: Tensor, value: float, limit: float) -> None:
+def clip(gradients: Sequence[Tensor], norm: Tensor, value: float, limit: float) -> None:
     """Scale gradients by min(1, limit / (norm + 1e-6)); `value` is the norm on the host."""
     if limit > 0 and value + 1e-6 > limit:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Names of trainable parameters that a backward pass did not reach. Clears all gradients."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    model.zero_grad()
+    return unused
+
+
+def describe_unused(names: Sequence[str]) -> None:
+    """Say once which parameters stay as they are, for they are no one's to train."""
+    if names:
+        say(f"{len(names)} parameters take no part in the loss and stay as they are: {', '.join(names[:6])}")
 
 
 def finite(*values: float) -> bool:

@@ -1,31 +1,20 @@
 """DistributedDataParallel: a copy of the model on each rank, gradients summed in the last backward."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.launch.environment import World
 from toolkit.report.console import warn
-from toolkit.strategy.single import SingleProcess, batch_norms
+from toolkit.strategy.distributed import Distributed
+from toolkit.strategy.single import batch_norms
 from toolkit.task import Batch
 
 
-class DDP(SingleProcess):
+class DDP(Distributed):
     """One copy per rank. DDP averages gradients, so the loss is multiplied by the number of ranks."""
 
     name = "DDP"
-    repeatable = False
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.data_rank = world.rank
-        self.data_world = world.size
-        # Host numbers travel over gloo, so that they never wait for the device's queue.
-        self.control = dist.new_group(backend="gloo") if world.device.type != "cpu" else None
 
     def wrap(self, model: nn.Module, probe: Batch) -> nn.Module:
         batch_norm = bool(batch_norms(model))
@@ -52,24 +41,6 @@ class DDP(SingleProcess):
     def synchronised(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.forward.no_sync()
 
-    def reduce(self, loss: Tensor) -> Tensor:
-        dist.all_reduce(loss)
-        return loss
-
     def clear(self) -> None:
         # Kept and filled with zeros: gradients stay in DDP's buckets, also those of all micro-batches but the last.
         self.optimizer.zero_grad(set_to_none=False)
-
-    def total(self, values: Sequence[float]) -> list[float]:
-        numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, group=self.control)
-        return numbers.tolist()
-
-    def gather(self, rows: Tensor) -> list[Tensor]:
-        counts = self.total([len(rows) if rank == self.data_rank else 0 for rank in range(self.data_world)])
-        longest = int(max(counts))
-        padded = torch.zeros(longest, *rows.shape[1:], dtype=rows.dtype)
-        padded[: len(rows)] = rows
-        received = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(received, padded, group=self.control)
-        return [part[: int(count)] for part, count in zip(received, counts)]

@@ -71,14 +71,15 @@ def find_bound(strategy: Strategy, feed: Feed, rule: OptimizerRule, meter: Meter
     A few small micro-batches give the bytes per padded token and per token x length; those are
     extrapolated to 90 % of what is free beside gradients and optimizer state, and the least over ranks is
     taken. Then the worst micro-batch of the run is tried, with that state's memory taken, and the bound
-    halved until it passes.
+    halved until it passes. Strategies whose passes need other ranks keep the flag's bound: where one rank runs
+    out of memory in a collective, the others would wait.
 
     Raises:
         UserError: not even a single row of the longest sample fits.
     """
-    if meter is None:
+    if meter is None or not strategy.alone:
         return feed.bound
-    parameters = sum(p.numel() for p in strategy.model.parameters() if p.requires_grad)
+    parameters = strategy.size.trainable_parameters
     state = parameters * (8 if rule.name == "adamw" else 0)
     own = _extrapolated(strategy, feed, meter, beside=state + 4 * parameters)
     everyone = torch.cat(strategy.gather(torch.tensor([[own.tokens, own.area]], dtype=torch.float64)))

@@ -1,5 +1,6 @@
 """Mixed precision, the same everywhere: autocast over float32 parameters and gradients."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,15 +13,22 @@ SMALLEST_SCALE = 1.0  # a loss scale below this means that the gradients overflo
 class Precision:
     """Autocast for the passes, and under fp16 the scale of the loss.
 
+    The scale moves as torch.amp.GradScaler's does. It is kept here because whether it was too large shows in the
+    norm of the whole gradient, on which all ranks agree whatever part of the gradient each of them holds.
+
     Args:
         name: no, bf16 or fp16, as the accelerate config says.
     """
+
+    start, growth, backoff, patience = 2.0**16, 2.0, 0.5, 2000  # GradScaler's defaults
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
         self.dtype = DTYPES[name]
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.scaled = name == "fp16"
+        self.scale = self.start if self.scaled else 1.0
+        self.since = 0  # updates without an overflow at this scale
 
     def autocast(self) -> AbstractContextManager:
         """One context should span all micro-batches of a step, so that weights are cast once."""
@@ -29,18 +37,23 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         """Backward of the scaled loss, outside autocast but without clearing its cached casts."""
         with torch.autocast(self.device.type, enabled=False):
-            self.scaler.scale(loss).backward()
+            (loss * self.scale if self.scaled else loss).backward()
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide the gradients by the scale, before their norm is taken."""
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(optimizer)
+        if self.scaled:
+            torch._foreach_mul_(gradients, 1 / self.scale)
 
-    def adapt(self) -> None:
+    def adapt(self, applied: bool) -> None:
         """Lower the scale after an overflow, raise it after a long time without one."""
-        if self.scaler.is_enabled():
-            self.scaler.update()
+        if not self.scaled:
+            return
+        self.since = self.since + 1 if applied else 0
+        if not applied:
+            self.scale *= self.backoff
+        elif self.since == self.patience:
+            self.scale, self.since = self.scale * self.growth, 0
 
     def overflow(self) -> bool:
         """Whether a non-finite gradient may be the scale's fault, so that the step is merely skipped."""
-        return self.scaler.is_enabled() and self.scaler.get_scale() >= SMALLEST_SCALE
+        return self.scaled and self.scale >= SMALLEST_SCALE

@@ -7,8 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.launch.environment import World
-from toolkit.report.console import say, warn
-from toolkit.strategy.base import OptimizerRule, Seed, Update, clip, finite
+from toolkit.report.console import warn
+from toolkit.strategy.base import (
+    OptimizerRule,
+    Seed,
+    Size,
+    Update,
+    clip,
+    describe_unused,
+    finite,
+    without_gradient,
+)
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
 
@@ -21,6 +30,8 @@ class SingleProcess:
     data_world = 1
     devices = 1
     repeatable = True
+    alone = True
+    micro_batches: int | None = None
     running = 0
 
     def __init__(self, world: World) -> None:
@@ -31,7 +42,8 @@ class SingleProcess:
         self.task = task
         self.rule = rule
         self.model = task.model(dtype=torch.float32).to(self.device)
-        self._freeze_unused(probe)
+        self.freeze_unused(probe)
+        self.size = Size.of(self.model)
         self.forward = self.wrap(self.model, probe)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = rule.make(self.parameters)
@@ -81,19 +93,27 @@ class SingleProcess:
         return loss
 
     def update(self, lr: float, loss: Tensor) -> Update:
-        self.precision.unscale(self.optimizer)
-        parameters = [p for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        gradients = self.gradients()
+        self.precision.unscale(gradients)
+        norm = self.norm(gradients)
         loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the one read of the step
         applied = finite(loss_value, norm_value)
         if applied:
-            clip(parameters, norm, norm_value, self.rule.max_grad_norm)
+            clip(gradients, norm, norm_value, self.rule.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        self.precision.adapt()
+        self.precision.adapt(applied)
         self.clear()
         return Update(loss_value, norm_value, applied)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients as this rank holds them."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of the whole gradient, the same on every rank."""
+        return nn.utils.get_total_norm(gradients)
 
     def overflow(self, update: Update) -> bool:
         return finite(update.loss) and self.precision.overflow()
@@ -123,23 +143,24 @@ class SingleProcess:
     def groups(self) -> list[dict]:
         return [{"weight_decay": g["weight_decay"], "names": g["names"]} for g in self.optimizer.param_groups]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.state_dict().items()
+    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name, tensor in self.model.state_dict().items():
+            yield name, tensor.cpu() if self.data_rank == 0 else None
 
-    def _freeze_unused(self, probe: Batch) -> None:
+    def shell(self) -> nn.Module:
+        return self.model
+
+    def freeze_unused(self, probe: Batch) -> None:
         """Freeze parameters that the loss does not reach: they would stall DDP, and are no one's to train."""
         self.model.eval()
         batch = probe.to(self.device)
         with self.precision.autocast():
             loss = self.task.loss(self.model(**batch.inputs), batch).sum()
         loss.backward()
-        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        for name, parameter in self.model.named_parameters():
-            if name in unused:
-                parameter.requires_grad_(False)
-        self.model.zero_grad()
-        if unused:
-            say(f"{len(unused)} parameters take no part in the loss and stay as they are: {', '.join(unused[:6])}")
+        unused = without_gradient(self.model)
+        for name in unused:
+            self.model.get_parameter(name).requires_grad_(False)
+        describe_unused(unused)
         if batch_norms(self.model):
             warn("the model has batch normalisation: its training depends on how a step is cut.")
 

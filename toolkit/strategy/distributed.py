@@ -1,0 +1,54 @@
+"""Several processes: which ranks share a micro-batch, and what data ranks tell each other."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.launch.environment import World
+from toolkit.strategy.single import SingleProcess
+
+
+class Distributed(SingleProcess):
+    """Ranks laid out as data ranks x model ranks.
+
+    Consecutive ranks share a data rank: a model that is split stays inside a machine.
+
+    Args:
+        model_ranks: ranks that hold parts of one model and work on the same micro-batches.
+    """
+
+    repeatable = False
+
+    def __init__(self, world: World, model_ranks: int = 1) -> None:
+        super().__init__(world)
+        self.rank = world.rank
+        self.data_rank, self.model_rank = divmod(world.rank, model_ranks)
+        self.data_world = world.size // model_ranks
+        self.data_group = self.control = None  # None: all ranks
+        if model_ranks > 1:
+            peers = [list(range(start, world.size, model_ranks)) for start in range(model_ranks)]
+            self.data_group, _ = dist.new_subgroups_by_enumeration(peers)
+            self.control, _ = dist.new_subgroups_by_enumeration(peers, backend="gloo")
+        elif world.device.type != "cpu":
+            # Host numbers travel over gloo, so that they never wait for the device's queue.
+            self.control = dist.new_group(backend="gloo")
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        dist.all_reduce(loss, group=self.data_group)
+        return loss
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(numbers, group=self.control)
+        return numbers.tolist()
+
+    def gather(self, rows: Tensor) -> list[Tensor]:
+        counts = self.total([len(rows) if rank == self.data_rank else 0 for rank in range(self.data_world)])
+        longest = int(max(counts))
+        padded = torch.zeros(longest, *rows.shape[1:], dtype=rows.dtype)
+        padded[: len(rows)] = rows
+        received = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(received, padded, group=self.control)
+        return [part[: int(count)] for part, count in zip(received, counts)]
