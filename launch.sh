@@ -4,7 +4,8 @@
 # ./launch.sh --dry-run CONFIG TASK …       print the command, start nothing
 #
 # CONFIG is a name from accelerate_configs/ or a yaml file, TASK a name from tasks/. Environment:
-#   NPROC                                       processes on this machine (default: one a GPU; without GPUs 2)
+#   NPROC                                       processes on this machine (default: one a GPU; without GPUs
+#                                               num_processes of the config, for a rehearsal on the CPU)
 #   OMP_NUM_THREADS                             threads a process (default: cores / processes)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT several machines; start it once on each. Under SLURM they are
 #                                               read from the job: srun --ntasks-per-node=1 ./launch.sh …
@@ -46,12 +47,14 @@ count_gpus() {
         *) echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c . ;;
     esac
 }
-kind=$(sed -n "s/^distributed_type: *['\"]\{0,1\}\([A-Za-z_]*\).*/\1/p" "$file")
+# The value of a key of the config, without quotes.
+value() { sed -n "s/^ *$1: *['\"]\{0,1\}\([A-Za-z0-9_]*\).*/\1/p" "$file" | sed -n 1p; }
+kind=$(value distributed_type)
 processes=1
 if [ "$kind" != NO ]; then
     gpus=$(count_gpus)
-    if [ "$gpus" -eq 0 ]; then gpus=2; fi # a rehearsal on the CPU
-    processes=${NPROC:-$gpus}
+    if [ "$gpus" -eq 0 ]; then gpus=$(value num_processes); fi # a rehearsal on the CPU
+    processes=${NPROC:-${gpus:-2}}
 fi
 cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 threads=$((cores > processes ? cores / processes : 1))
@@ -73,8 +76,26 @@ if [ "$nodes" -gt 1 ]; then
     options+=(--main_process_ip "$address" --main_process_port "${MASTER_PORT:-29500}")
 fi
 
-# Flags that the config needs from the task, from its head.
-read -r -a needed <<<"$(sed -n -e '/^[^#]/q' -e 's/^# flags: *//p' "$file" | tr '\n' ' ')"
+# Shards take the GPUs that replicas and tensor groups leave.
+shards=$(value parallelism_config_dp_shard_size)
+if [ "${shards:-1}" -gt 1 ]; then
+    replicas=$(value parallelism_config_dp_replicate_size) tensor=$(value parallelism_config_tp_size)
+    fitting=$((processes * nodes / (${replicas:-1} * ${tensor:-1})))
+    if [ "$fitting" -gt 1 ] && [ "$fitting" -ne "$shards" ]; then
+        options+=(--parallelism_config_dp_shard_size "$fitting")
+    fi
+fi
+
+# Flags that the config needs from the task, from its head, unless they are given.
+read -r -a head <<<"$(sed -n -e '/^[^#]/q' -e 's/^# flags: *//p' "$file" | tr '\n' ' ')"
+needed=() missing=
+for word in ${head[@]+"${head[@]}"}; do
+    if [[ $word = --* ]]; then
+        missing=1
+        for given in "$@"; do if [ "${given%%=*}" = "$word" ]; then missing=; fi; done
+    fi
+    if [ -n "$missing" ]; then needed+=("$word"); fi
+done
 # --quiet: accelerate adds no traceback to what one process has said (torchrun's, with several, cannot be left out).
 command=(accelerate launch --quiet --config_file "$file" "${options[@]}"
     "$script" "$@" ${needed[@]+"${needed[@]}"})

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.runs import launch
 
 
-def on_ranks(function: Callable[[Path], Any], processes: int, folder: Path) -> list[Any]:
+def on_ranks(function: Callable[[Path], Any], processes: int, folder: Path, timeout: float = 120) -> list[Any]:
     """What `function(folder)` returns on each rank, through JSON."""
-    result = start(function, processes, folder)
+    result = start(function, processes, folder, timeout)
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 

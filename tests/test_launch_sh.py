@@ -84,6 +84,43 @@ def test_single_process_configs_start_one(launch):
     assert flags["--num_processes"] == "1" and threads == "OMP_NUM_THREADS=16" and rest == []
 
 
+def test_rehearsal_of_a_config_that_needs_more_processes(launch, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("distributed_type: FSDP\nnum_processes: 4  # 2 x 2\n")
+    assert command(launch("--dry-run", "own.yaml", "classify")[1])[1]["--num_processes"] == "4"
+    assert command(launch("--dry-run", "own.yaml", "classify", NPROC="8")[1])[1]["--num_processes"] == "8"
+    assert command(launch("--dry-run", "own.yaml", "classify", gpus=2)[1])[1]["--num_processes"] == "2"
+
+
+@pytest.mark.parametrize(
+    "sizes, gpus, environ, shards",
+    [
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, {}, "4"),
+        ({"dp_shard": 2, "tp": 2}, 8, {}, "4"),
+        ({"dp_shard": 2, "tp": 2}, 4, {}, None),  # as written
+        ({"dp_shard": 2, "dp_replicate": 2}, 2, {}, None),  # check says what to change
+        ({"tp": 2}, 8, {}, None),
+        ({"dp_replicate": 2, "dp_shard": 2}, 4, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h"}, "4"),
+    ],
+)
+def test_shards_take_the_gpus_that_are_left(launch, tmp_path, sizes, gpus, environ, shards):
+    lines = [f"  parallelism_config_{name}_size: {size}\n" for name, size in sizes.items()]
+    text = "distributed_type: FSDP\nnum_processes: 4\nparallelism_config:\n"
+    (tmp_path / "own.yaml").write_text(text + "".join(lines))
+    flags = command(launch("--dry-run", "own.yaml", "classify", gpus=gpus, **environ)[1])[1]
+    assert flags.get("--parallelism_config_dp_shard_size") == shards
+
+
+def test_given_flags_win_over_those_of_the_config(launch, tmp_path):
+    head = "# flags: --pipeline_stages 2 --pipeline_schedule gpipe\n"
+    (tmp_path / "own.yaml").write_text(head + "distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    rest = command(launch("--dry-run", "own.yaml", "classify", "--seed", "1")[1])[2]
+    assert rest == ["--seed", "1", "--pipeline_stages", "2", "--pipeline_schedule", "gpipe"]
+    for given in (["--pipeline_stages", "4"], ["--pipeline_stages=4"]):
+        rest = command(launch("--dry-run", "own.yaml", "classify", *given)[1])[2]
+        assert rest == [*given, "--pipeline_schedule", "gpipe"]
+
+
 def test_flags_of_the_config_are_appended(launch):
     _, flags, rest = command(launch("--dry-run", "data_parallel", "classify", "--seed", "1", gpus=4)[1])
     assert flags["--num_processes"] == "1" and rest == ["--seed", "1", "--data_parallel"]

@@ -110,11 +110,11 @@ class Arguments:
     full_determinism: bool = flag(False, "Bit-equal repetition on a GPU, at some cost in speed.")
 
     # The cut that is not the accelerate config's
-    data_parallel: bool = flag(False, "nn.DataParallel in one process: the documented baseline.")
-    data_parallel_replicas: int | None = flag(None, "Replicas of the DataParallel rehearsal on a CPU. Default: 2.")
+    data_parallel: bool = flag(False, "One process drives all GPUs through torch's own module: the documented baseline.")
+    data_parallel_replicas: int | None = flag(None, "Replicas of the --data_parallel rehearsal on a CPU. Default: 2.")
     data_parallel_loss: str = flag(
         "gathered",
-        "Where DataParallel computes the loss: gathered on the first device, or in each replica.",
+        "Where --data_parallel computes the loss: gathered on the first device, or in each replica.",
         ("gathered", "replica"),
     )
     pipeline_stages: int = flag(1, "Split the layers over so many consecutive ranks: pipeline parallelism.")
@@ -128,6 +128,7 @@ class Arguments:
     # Evaluation, logging, output
     eval_strategy: str = flag("epoch", "When to evaluate beside the end of training.", ("no", "steps", "epoch"))
     eval_steps: float | None = flag(None, "Steps between evaluations; below 1 a share of all steps.")
+    diagnostics: bool = flag(False, "Measure a step: bytes sent and held, idle share, replicas; diagnostics.json.")
     logging_steps: int = flag(10, "Steps between log lines where there is no terminal, and between tracker entries.")
     report_to: str = flag("none", "Tracker.", ("none", "tensorboard", "wandb", "trackio"))
     output_dir: str | None = flag(None, "Where the model and all results go. Default: output/<task>.")

@@ -10,6 +10,7 @@ from toolkit.errors import UserError, nearest
 # Subcommand -> module whose main(argv) runs it, and its line in --help. Imported when called.
 COMMANDS = {
     "check": ("toolkit.launch.check", "does an accelerate config fit this machine and these flags?"),
+    "parity": ("toolkit.launch.parity", "is the training the same under every config? on your own task"),
     "predict": ("toolkit.predict", "label texts with a finished run"),
 }
 

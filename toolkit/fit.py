@@ -109,6 +109,10 @@ def _train(args: Arguments, strategy: Strategy, feed: Feed, evaluation: "Evaluat
 
 def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run) -> None:
     """The model, before anything else can fail; then the final evaluation, predictions and summary."""
+    if run.args.diagnostics:
+        from toolkit.strategy.diagnostics import report
+
+        run.diagnosed(report(strategy))
     run.export(strategy, task)
     results = {split: evaluation.run(split) for split in ("validation", "test") if split in evaluation.splits}
     run.close(task, results, evaluation.tables)

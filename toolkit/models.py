@@ -169,7 +169,7 @@ def _load(what: str, name: str, load: Any, args: Arguments, **more: Any) -> Any:
 
 
 def _without_module_prefix(name: str) -> dict[str, Tensor] | None:
-    """The weights of a DataParallel or DDP file, whose names all start with `module.`, without that prefix.
+    """The weights of a wrapped model's file, whose names all start with `module.`, without that prefix.
 
     None for any other model. Only the leading prefix goes: a layer may rightly be called `module`.
     """
@@ -199,7 +199,7 @@ def _without_module_prefix(name: str) -> dict[str, Tensor] | None:
         ) from error
     if not state or not all(key.startswith("module.") for key in state):
         return None
-    say(f"{name}: all names start with `module.` (a file from DataParallel or DDP): the prefix is dropped")
+    say(f"{name}: all names start with `module.` (the file of a wrapped model): the prefix is dropped")
     return {key.removeprefix("module."): tensor for key, tensor in state.items()}
 
 

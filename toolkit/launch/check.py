@@ -7,19 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.arguments import Arguments, parse
 from toolkit.errors import UserError
-from toolkit.launch import rules
+from toolkit.launch import rules, strategies, zero
 from toolkit.launch.config import Config, configs_folder, find_config, read_config
 from toolkit.launch.machine import Machine, detect
-from toolkit.launch.recommend import count_parameters, recommend
+from toolkit.launch.recommend import count_parameters, device_memory, recommend, simpler_hint
 from toolkit.launch.schema import schema_problems
 from toolkit.report.console import say, warn
 
 
 def flags_class() -> type:
     """The flags of all scripts in tasks/ in one class."""
-    from toolkit.arguments import Arguments
-
     for script in sorted((configs_folder().parent / "tasks").glob("*.py")):
         name = f"toolkit_task_{script.stem}"
         if name not in sys.modules:
@@ -33,7 +32,7 @@ def flags_class() -> type:
 def problems(
     config: Config,
     machine: Machine,
-    task_flags: Sequence[str] | None = None,
+    task_flags: Sequence[str] | Arguments | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Everything that would stop, or silently change, a run of this config; empty where all is well.
@@ -41,7 +40,7 @@ def problems(
     Args:
         config: what the launcher is given: the file, and its own flags (`with_launch_flags`).
         machine: where it shall run.
-        task_flags: the task script's flags; None: not known, so that none is missed.
+        task_flags: the task script's flags, as words or read; None: not known, so that none is missed.
         environ: the environment that the launcher is started in.
     """
     found = [
@@ -51,12 +50,17 @@ def problems(
         *rules.machines(config),
         *rules.precision(config, machine),
         *rules.environment(config, machine, environ),
+        *zero.section(config),
+        *strategies.fsdp(config),
     ]
-    args, flag_problems = _read_flags(task_flags or ())
+    args, flag_problems = _read_flags(config.flags if task_flags is None else task_flags)
     return [
         *found,
         *flag_problems,
         *rules.step(config, args, environ),
+        *zero.json_file(config, args),
+        *strategies.mesh(config, args),
+        *strategies.pipeline(args, config.kind, config.get("num_processes", int, 1)),
         *rules.flags(config, args, task_flags is not None),
     ]
 
@@ -79,16 +83,12 @@ def notes(config: Config, machine: Machine, task_flags: Sequence[str] | None = N
 
 def describe(config: Config, machine: Machine, task_flags: Sequence[str] | None = None) -> str:
     """One line: devices, strategy, precision."""
-    kind, processes = config.kind, config.local_processes
-    data_parallel = "--data_parallel" in (*config.flags, *(task_flags or ()))
-    on_gpu = machine.gpus and not config.on_cpu
-    if data_parallel:
-        strategy = "DataParallel"
-    else:
-        strategy = {"NO": "one process", "MULTI_GPU": "DDP"}.get(kind, kind)
+    processes, on_gpu = config.local_processes, machine.gpus and not config.on_cpu
+    args, _ = _read_flags(config.flags if task_flags is None else task_flags)
+    strategy = strategies.name(config, args)
     precision = {"no": "fp32"}.get(config.precision, config.precision)
     if on_gpu:
-        used = machine.gpus if data_parallel else processes
+        used = machine.gpus if strategy == "DataParallel" else processes
         where = f"{used} of {machine.gpus} visible GPUs"
     elif machine.mps:
         where = "MPS"
@@ -129,15 +129,25 @@ def main(argv: Sequence[str]) -> int:
             say(f"error: {message}")
         return 1
     print(f"{config.path.name}: {describe(config, machine, flags)}")
-    name, why = recommend(machine, _parameters(flags or ()))
+    parameters = _parameters(flags or ())
+    name, why = recommend(machine, parameters)
     print(f"recommended here: {name} ({why})")
+    hint = simpler(config, flags, parameters, device_memory(machine))
+    if hint:
+        print(hint)
     return 0
 
 
-def _read_flags(task_flags: Sequence[str]) -> tuple[Any, list[str]]:
-    """Task flags as the task reads them (None where they are not readable), and what is wrong with them."""
-    from toolkit.arguments import Arguments, parse
+def simpler(config: Config, task_flags: Sequence[str] | None, parameters: int | None, memory: int) -> str | None:
+    """The hint that sharding or splitting is not needed, where it is done and the model fits one device easily."""
+    args, _ = _read_flags(config.flags if task_flags is None else task_flags)
+    return simpler_hint(parameters, memory) if parameters and strategies.splits(config, args) else None
 
+
+def _read_flags(task_flags: Sequence[str] | Arguments) -> tuple[Any, list[str]]:
+    """Task flags as the task reads them (None where they are not readable), and what is wrong with them."""
+    if isinstance(task_flags, Arguments):
+        return task_flags, []
     try:
         return parse(flags_class() if task_flags else Arguments, list(task_flags)), []
     except UserError as error:

@@ -20,6 +20,19 @@ LAUNCH_FLAGS = {
     "mixed_precision": str,
     "gpu_ids": str,
 }
+# Its flags that override a key of a section: all of a prefix, and DeepSpeed's, which have none.
+SECTION_PREFIXES = {"fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config"}
+DEEPSPEED_FLAGS = (
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+    "deepspeed_config_file",
+    "deepspeed_multinode_launcher",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,8 @@ class Config:
         """Where a key stands and what it says, the head of every message; a nested key as `section.key`."""
         value = self.find(key)
         if key not in self.lines:
-            return f"{self.path}: key `{key}`" if value is None else f"accelerate launch --{key} {value}"
+            flag = key.rpartition(".")[2]
+            return f"{self.path}: key `{key}`" if value is None else f"accelerate launch --{flag} {value}"
         shown = "" if isinstance(value, dict | list) else f": {self.written.get(key, json.dumps(value))}"
         return f"{self.path}:{self.lines[key]}: key `{key}{shown}`"
 
@@ -123,16 +137,36 @@ def with_launch_flags(config: Config, words: Sequence[str]) -> Config:
 
     Stops at the script, whose flags are its own.
     """
-    values: dict[str, Any] = {}
+    values, given = dict(config.values), set()
     for word, following in zip(words, [*words[1:], ""]):
         if word.endswith(".py") and not word.endswith("launch.py"):
             break
-        name, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
-        if word.startswith("--") and name in LAUNCH_FLAGS:
-            value = word.partition("=")[2] if equals else following
+        if not word.startswith("--"):
+            continue
+        flag, equals, value = word.removeprefix("--").partition("=")
+        name, value = flag.replace("-", "_"), value if equals else following
+        section = _section_of(name)
+        if name in LAUNCH_FLAGS:
             values[name] = int(value) if LAUNCH_FLAGS[name] is int and value.isdigit() else value
-    lines = {key: line for key, line in config.lines.items() if key not in values}
-    return replace(config, values={**config.values, **values}, lines=lines)
+            given.add(name)
+        elif section and isinstance(values.get(section) or {}, dict):
+            values[section] = {**(values.get(section) or {}), name: _plain(value)}
+            given.add(f"{section}.{name}")
+    return replace(config, values=values, lines={key: line for key, line in config.lines.items() if key not in given})
+
+
+def _section_of(flag: str) -> str | None:
+    if flag in DEEPSPEED_FLAGS:
+        return "deepspeed_config"
+    return next((section for prefix, section in SECTION_PREFIXES.items() if flag.startswith(prefix)), None)
+
+
+def _plain(word: str) -> Any:
+    """A word of the command line as a number or truth value, where it is one."""
+    try:
+        return json.loads(word.lower())
+    except ValueError:
+        return word
 
 
 def is_a(value: Any, kind: type) -> bool:

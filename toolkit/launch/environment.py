@@ -16,6 +16,7 @@ import torch
 
 from toolkit.arguments import Arguments
 from toolkit.errors import UserError, raise_all
+from toolkit.launch.strategies import pipeline
 from toolkit.report.console import warn
 from toolkit.report.tracker import missing_tracker
 
@@ -78,7 +79,8 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
         UserError: the config, flags, environment and machine contradict each other, or the job that
             came about is not the one asked for.
     """
-    raise_all([*problems, *_asked_in_config(args), *_asked_in_environment(args)])
+    # What config and environment both say is said once.
+    raise_all(dict.fromkeys([*problems, *_asked_in_config(args), *_asked_in_environment(args)]))
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", asked if asked > 1 else 1))
@@ -91,6 +93,8 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
     if not gpu and not torch.backends.mps.is_available():
         _use_cores(local_size)
         _keep_freed_memory()
+        # Saving a model imports deepspeed where it is installed, which would say that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if args.full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -120,9 +124,14 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
         asked,
         local_size,
         precision,
-        next((kind for variable, kind in STRATEGY_VARIABLES.items() if _is_set(variable)), None)
-        or ("MULTI_GPU" if asked > 1 else "NO"),
+        _kind(),
     )
+
+
+def _kind() -> str:
+    """The distributed type that the launcher's environment says."""
+    asked = [kind for variable, kind in STRATEGY_VARIABLES.items() if _is_set(variable)]
+    return asked[0] if asked else "MULTI_GPU" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "NO"
 
 
 def _accelerator(cpu: bool) -> "Accelerator":
@@ -162,6 +171,7 @@ def _asked_in_environment(args: Arguments) -> list[str]:
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
         problems.append(f"dynamo_backend: {backend} has no effect here; leave it out of the accelerate config.")
+    problems += pipeline(args, _kind(), int(environment.get("WORLD_SIZE", "1")))
     problems += missing_tracker(args.report_to)
     if args.data_parallel and int(environment.get("WORLD_SIZE", "1")) > 1:
         problems.append(
@@ -202,8 +212,7 @@ def _asked_in_config(args: Arguments) -> list[str]:
     from toolkit.launch.machine import detect
 
     config = with_launch_flags(read_config(path), words)
-    flags = ["--data_parallel"] if args.data_parallel else []
-    return problems(config, detect(), flags, _parent_environment())
+    return problems(config, detect(), args, _parent_environment())
 
 
 def config_file(command: list[str]) -> str | None:

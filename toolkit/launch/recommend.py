@@ -4,12 +4,12 @@ import json
 import math
 from pathlib import Path
 
-from toolkit.launch.config import configs_folder
 from toolkit.launch.machine import Machine
 
 BYTES_PER_PARAMETER = 16  # float32 weight, gradient and AdamW's two moments
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
 SHARE_OF_DEVICE = 0.7  # the rest is for activations
+EASY_SHARE = 0.35  # of a device, with so much left that nothing is gained by splitting the model
 
 
 def recommend(machine: Machine, parameters: int | None = None) -> tuple[str, str]:
@@ -17,23 +17,41 @@ def recommend(machine: Machine, parameters: int | None = None) -> tuple[str, str
     several = machine.gpus > 1
     name = "multi_gpu" if several else "single_gpu"
     why = f"{machine.gpus} GPUs" if several else "one GPU" if machine.gpus else "no GPU"
+    suffix = ""
     if machine.bf16 if machine.gpus else machine.bf16_units:
-        name += "_bf16"
+        suffix = "_bf16"
         why += " with bf16 units" if machine.gpus else ", a processor with bf16 units"
-    memory = min(machine.gpu_memory) if machine.gpu_memory else machine.memory
-    need = BYTES_PER_PARAMETER * (parameters or 0)
+    memory, need = device_memory(machine), BYTES_PER_PARAMETER * (parameters or 0)
     if need <= SHARE_OF_DEVICE * memory:
-        return name, why
+        return name + suffix, why
     why += f"; {need / 1e9:.0f} GB of training state ({BYTES_PER_PARAMETER} bytes x parameters)"
     why += f" do not leave room for activations in the {memory / 1e9:.0f} GB of one device"
     if not machine.gpus:
-        return name, f"{why}: this machine is too small for the model"
-    sharded = ("zero3", "fsdp2") if several else ("zero3_offload", "fsdp2_offload")
-    present = [choice for choice in sharded if (configs_folder() / f"{choice}.yaml").is_file()]
-    why += f": shard the state with {' or '.join(sharded)}"
-    if not present:
-        return name, f"{why}, which are not in accelerate_configs/ yet"
-    return present[0], why
+        return name + suffix, f"{why}: this machine is too small for the model"
+    if need <= SHARE_OF_DEVICE * memory * machine.gpus:
+        return f"fsdp2{suffix}", f"{why}: shard it over the GPUs"
+    return "zero3_offload", f"{why}: keep the state in main memory, which is slow"
+
+
+def device_memory(machine: Machine) -> int:
+    """Bytes of the smallest device: a GPU, or main memory where there is none."""
+    return min(machine.gpu_memory) if machine.gpu_memory else machine.memory
+
+
+def simpler_hint(parameters: int, memory: int) -> str | None:
+    """One line where a model that is sharded or split would fit one device easily.
+
+    Args:
+        parameters: of the whole model.
+        memory: bytes of one device.
+    """
+    need = BYTES_PER_PARAMETER * parameters
+    if need > EASY_SHARE * memory:
+        return None
+    return (
+        f"the model fits one device easily ({need / 1e9:.1f} GB of training state, {memory / 1e9:.0f} GB of memory): "
+        "data parallelism (multi_gpu) is simpler and probably faster here"
+    )
 
 
 def count_parameters(folder: str) -> int | None:

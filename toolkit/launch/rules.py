@@ -9,11 +9,12 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.arguments import changed
 from toolkit.errors import nearest
 from toolkit.launch.config import Config
 from toolkit.launch.machine import Machine
 
-SUPPORTED = {"NO", "MULTI_GPU"}  # distributed types that have a strategy
+SUPPORTED = {"NO", "MULTI_GPU", "DEEPSPEED", "FSDP"}  # distributed types that have a strategy
 MULTI_PROCESS = {"MULTI_GPU", "DEEPSPEED", "FSDP"}  # started through torchrun, one process a GPU
 # Sections that the launcher reads under one distributed type only.
 SECTION_TYPES = {
@@ -22,6 +23,15 @@ SECTION_TYPES = {
     "parallelism_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
     "mpirun_config": "MULTI_CPU",
+}
+# Variables that the strategies read, and that the launcher passes on where the config leaves out the key.
+PASSED_ON = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "deepspeed_config.offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "deepspeed_config.offload_param_device",
+    "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
+    "FSDP_IGNORED_MODULES": "fsdp_config.fsdp_ignored_modules",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
 }
 
 
@@ -184,6 +194,9 @@ def environment(config: Config, machine: Machine, environ: Mapping[str, str]) ->
         said = environ.get(variable)
         if said is not None and _plain(said) != _plain(value):
             yield f"{config.at(key)}: the environment says {variable}={said}; unset it, or change the config."
+    for variable, key in PASSED_ON.items():
+        if SECTION_TYPES[key.split(".")[0]] == kind and variable in environ and config.find(key) is None:
+            yield f"{config.at(key)}: not there, but the environment says {variable}={environ[variable]}; unset it."
 
 
 def _plain(value: str) -> str:
@@ -216,7 +229,7 @@ def step(config: Config, args: Any, environ: Mapping[str, str]) -> Iterator[str]
 def flags(config: Config, args: Any, known: bool) -> Iterator[str]:
     """Task flags that belong to the config, or must not be used with it."""
     needed = [flag for flag in config.flags if flag.startswith("--")] if known and args is not None else []
-    missing = [flag for flag in needed if not getattr(args, flag.removeprefix("--"), None)]
+    missing = [flag for flag in needed if flag.removeprefix("--") not in changed(args)]
     if missing:
         yield (
             f"{config.path}: needs the task flags `{' '.join(config.flags)}`; missing: {', '.join(missing)}. "

@@ -43,7 +43,7 @@ def schema_problems(config: Config) -> Iterator[str]:
 
 def _section_problems(config: Config, section: str, values: dict[str, Any]) -> Iterator[str]:
     prefix, adds_prefix = SECTIONS[section]
-    read, unread, actions = _section_names(section)
+    read, unread, actions = section_names(section)
     for key, value in values.items():
         place = f"{section}.{key}"
         name = f"{prefix}{key}" if adds_prefix and not str(key).startswith(prefix) else str(key)
@@ -107,7 +107,7 @@ def _plain(hint: Any) -> type:
     return kind if kind in (int, bool, str, dict) else str  # enums are written as text
 
 
-def _section_names(section: str) -> tuple[set[str], set[str], dict[str, Any]]:
+def section_names(section: str) -> tuple[set[str], set[str], dict[str, Any]]:
     """Names that a section may hold, names that are parsed but never read, and the launcher's arguments."""
     from accelerate.commands import launch
     from accelerate.utils import launch as environment

@@ -12,7 +12,14 @@ from toolkit.errors import UserError
 # What a run leaves at the top of its output folder: `--overwrite_output_dir` removes these and nothing else.
 RESULT_FILES = (
     *("run.json", "metrics.jsonl", "train_results.json", "eval_results.json", "all_results.json"),
-    *("eval_report.json", "test_results.json", "test_report.json", "predictions.csv", "training.png"),
+    *(
+        "eval_report.json",
+        "test_results.json",
+        "test_report.json",
+        "predictions.csv",
+        "training.png",
+        "diagnostics.json",
+    ),
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model"),

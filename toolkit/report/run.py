@@ -152,6 +152,11 @@ class Run:
             self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, work.step.number)
         self.last = time.perf_counter()  # the next step's time starts here
 
+    def diagnosed(self, report: dict[str, Any]) -> None:
+        """Write what `--diagnostics` measured."""
+        if self.writes:
+            write_json(self.folder / "diagnostics.json", report)
+
     def export(self, strategy: Strategy, task: Task) -> None:
         """Write the model as `from_pretrained` reads it."""
         weights = {name: tensor for name, tensor in strategy.weights() if tensor is not None}
@@ -236,7 +241,7 @@ class Run:
             ("training", f"{duration(self.train_seconds)}, {rate:.1f} samples/s"),
             ("all in all", duration(time.perf_counter() - self.started)),
             ("model", str(self.folder)),
-            ("try it", f"toolkit predict {shlex.quote(str(self.folder))} {task.example}"),
+            ("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"),
         ]
         width = max(len(name) for name, _ in rows) + 2
         say("\n".join(f"{name:<{width}}{value}" for name, value in rows))

@@ -7,6 +7,15 @@ from toolkit.strategy.base import Strategy
 
 def choose(world: World, args: Arguments) -> Strategy:
     """The strategy for what the launcher started and the flags ask."""
+    strategy = _choose(world, args)
+    if not args.diagnostics:
+        return strategy
+    from toolkit.strategy.diagnostics import Measured
+
+    return Measured(strategy)
+
+
+def _choose(world: World, args: Arguments) -> Strategy:
     if args.data_parallel:
         from toolkit.strategy.data_parallel import DataParallel
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -63,7 +63,8 @@ class OptimizerRule:
 
     def groups(self, parameters: Mapping[str, nn.Parameter]) -> list[dict]:
         """Parameter groups for the optimizer; the lists of names stand in each group as `names`."""
-        decay = {name: p for name, p in parameters.items() if self.decayed(name, p.shape)}
+        # A parameter that ZeRO-3 has cut is empty, and keeps its full shape beside it.
+        decay = {name: p for name, p in parameters.items() if self.decayed(name, getattr(p, "ds_shape", p.shape))}
         rest = {name: p for name, p in parameters.items() if name not in decay}
         return [
             {"params": list(group.values()), "names": list(group), "weight_decay": strength}
@@ -149,6 +150,15 @@ class Strategy(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """The model's own names and full tensors on the CPU, one at a time; None on all ranks but the first."""
 
+    def parts(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Each trainable parameter that this rank holds: its name, which part of it, and the local tensor.
+
+        Ranks that hold the same part of the same parameter are replicas of each other.
+        """
+
+    def held(self) -> dict[str, int]:
+        """Bytes that this rank holds as parameters, gradients and optimizer state, between `run` and `update`."""
+
     def shell(self) -> nn.Module:
         """A model object that can save the tensors of `weights`; its own may be cut or on no device."""
 
@@ -157,6 +167,12 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, value: float, limit: float) 
     """Scale gradients by min(1, limit / (norm + 1e-6)); `value` is the norm on the host."""
     if limit > 0 and value + 1e-6 > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+
+
+def stored(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the distinct storages behind these tensors, each counted whole."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def without_gradient(model: nn.Module) -> list[str]:

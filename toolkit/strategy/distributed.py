@@ -23,26 +23,36 @@ class Distributed(SingleProcess):
 
     def __init__(self, world: World, model_ranks: int = 1) -> None:
         super().__init__(world)
-        self.rank = world.rank
+        self.rank, self.world_size, self.model_ranks = world.rank, world.size, model_ranks
         self.data_rank, self.model_rank = divmod(world.rank, model_ranks)
         self.data_world = world.size // model_ranks
-        self.data_group = self.control = None  # None: all ranks
+        # Host numbers travel over gloo, so that they never wait for the device's queue.
+        self.everyone = None if world.device.type == "cpu" else dist.new_group(backend="gloo")  # None: all ranks
+        self.data_group, self.control = None, self.everyone
         if model_ranks > 1:
             peers = [list(range(start, world.size, model_ranks)) for start in range(model_ranks)]
             self.data_group, _ = dist.new_subgroups_by_enumeration(peers)
             self.control, _ = dist.new_subgroups_by_enumeration(peers, backend="gloo")
-        elif world.device.type != "cpu":
-            # Host numbers travel over gloo, so that they never wait for the device's queue.
-            self.control = dist.new_group(backend="gloo")
 
     def reduce(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss, group=self.data_group)
         return loss
 
     def total(self, values: Sequence[float]) -> list[float]:
+        # Over all ranks, so that those of one model hear of the same things in the same step.
         numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, group=self.control)
-        return numbers.tolist()
+        dist.all_reduce(numbers, group=self.everyone)
+        return (numbers / self.model_ranks).tolist()
+
+    def agree(self, flag: bool) -> bool:
+        found = torch.tensor(flag, dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.everyone)
+        return bool(found)
+
+    def share(self, word: str) -> str:
+        words = [word]
+        dist.broadcast_object_list(words, 0, group=self.everyone)
+        return words[0]
 
     def gather(self, rows: Tensor) -> list[Tensor]:
         counts = self.total([len(rows) if rank == self.data_rank else 0 for rank in range(self.data_world)])

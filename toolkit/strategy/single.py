@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
 
 from toolkit.launch.environment import World
 from toolkit.report.console import warn
@@ -16,13 +16,15 @@ from toolkit.strategy.base import (
     clip,
     describe_unused,
     finite,
+    stored,
     without_gradient,
 )
+from toolkit.strategy.portable import Portable
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
 
 
-class SingleProcess:
+class SingleProcess(Portable):
     """The whole model on one device, and the step as the task defines it."""
 
     name = "one process"
@@ -61,9 +63,13 @@ class SingleProcess:
                 self.seed(seed.of(self.data_rank, index))
                 with self.synchronised(index == len(batches) - 1):
                     loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
-                    self.precision.backward(loss * self.data_world)
+                    self.backward(loss * self.data_world)
                 total += loss.detach()
         return self.reduce(total)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the loss, which is the whole step's where data ranks take the mean of theirs."""
+        self.precision.backward(loss)
 
     def trial(self, batch: Batch) -> None:
         # Without any collective: where one rank's memory is exhausted, the others must not wait for it. So batch
@@ -103,6 +109,7 @@ class SingleProcess:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+        self.updates += applied
         self.precision.adapt(applied)
         self.clear()
         return Update(loss_value, norm_value, applied)
@@ -147,22 +154,38 @@ class SingleProcess:
         for name, tensor in self.model.state_dict().items():
             yield name, tensor.cpu() if self.data_rank == 0 else None
 
+    def parts(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            yield name, "whole", parameter
+
+    def held(self) -> dict[str, int]:
+        """AdamW: 4 bytes a parameter, 4 its gradient, 8 its moments (float32)."""
+        return {
+            "parameters": stored(self.model.parameters()),
+            "gradients": stored(self.gradients()),
+            "optimizer": stored(t for state in self.optimizer.state.values() for t in state.values() if is_tensor(t)),
+        }
+
     def shell(self) -> nn.Module:
         return self.model
 
     def freeze_unused(self, probe: Batch) -> None:
         """Freeze parameters that the loss does not reach: they would stall DDP, and are no one's to train."""
-        self.model.eval()
-        batch = probe.to(self.device)
-        with self.precision.autocast():
-            loss = self.task.loss(self.model(**batch.inputs), batch).sum()
-        loss.backward()
-        unused = without_gradient(self.model)
+        unused = self.unused(probe, self.device)
         for name in unused:
             self.model.get_parameter(name).requires_grad_(False)
         describe_unused(unused)
         if batch_norms(self.model):
             warn("the model has batch normalisation: its training depends on how a step is cut.")
+
+    def unused(self, probe: Batch, device: torch.device) -> list[str]:
+        """Names of the trainable parameters that the loss does not reach; `device` is where the model is."""
+        self.model.eval()
+        batch = probe.to(device)
+        with self.precision.autocast():
+            loss = self.task.loss(self.model(**batch.inputs), batch).sum()
+        loss.backward()
+        return without_gradient(self.model)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
