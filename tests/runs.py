@@ -23,19 +23,23 @@ def read_rows(folder: Path) -> list[dict]:
     return [row for row in rows if "loss" in row]
 
 
-def run_here(flags: list[str], precision: str = "no", fault: str | None = None) -> list[dict]:
-    """One run of tasks/classify.py in this process; its step rows (rank 0)."""
+def run_here(flags: list[str], precision: str = "no", fault: str | None = None, task: str = "classify") -> list[dict]:
+    """One run of a task script in this process; its step rows (rank 0)."""
     from accelerate.state import AcceleratorState
 
-    from tasks.classify import ClassifyArguments
     from toolkit.arguments import parse
-    from toolkit.classification.task import Classification
     from toolkit.fit import fit
 
     AcceleratorState._reset_state()
-    args = parse(ClassifyArguments, flags)
+    if task == "classify":
+        from tasks.classify import ClassifyArguments as Flags
+        from toolkit.classification.task import Classification as Task
+    else:
+        from tasks.language_modeling import LanguageModelingArguments as Flags
+        from toolkit.language.task import LanguageModeling as Task
+    args = parse(Flags, flags)
     with mock.patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": precision}), planted(fault):
-        fit(Classification(args), args)
+        fit(Task(args), args)
     return read_rows(args.output_dir) if int(os.environ.get("RANK", "0")) == 0 else []
 
 
@@ -114,11 +118,11 @@ def planted(fault: str | None):
     def not_unscaled(self, gradients):
         pass  # as if clipping had come first
 
-    def late(self, work):
+    def late(self, work, *rest):
         given = self.learning_rate
         self.learning_rate = lambda step: given(max(1, step - 1))
         try:
-            return take(self, work)
+            return take(self, work, *rest)
         finally:
             self.learning_rate = given
 

@@ -38,9 +38,14 @@ ELSEWHERE = {
 }
 
 
-def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that becomes `--name`."""
-    metadata = {"help": help, "choices": choices}
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None, defines: bool = False) -> Any:
+    """A dataclass field that becomes `--name`.
+
+    Args:
+        defines: it is part of what a training is, so that a resumed run must have it as it was. Data, model, global
+            batch and length of the run are compared by themselves.
+    """
+    metadata = {"help": help, "choices": choices, "defines": defines}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -58,7 +63,7 @@ class Arguments:
     trust_remote_code: bool = flag(False, "Allow code that comes with a Hub model to run here.")
     cache_dir: str | None = flag(None, "Where downloads and encoded data are cached.")
     attn_implementation: str | None = flag(None, "Attention kernel that transformers shall use, e.g. sdpa.")
-    dropout: float | None = flag(None, "Overrides every dropout probability of the model.")
+    dropout: float | None = flag(None, "Overrides every dropout probability of the model.", defines=True)
 
     # Data
     dataset_name: str | None = flag(None, "Hub data set, or a folder made by datasets' save_to_disk.")
@@ -91,26 +96,29 @@ class Arguments:
         "random",
         "group_by_length puts samples of similar length into one global batch, which changes the training.",
         ("random", "group_by_length"),
+        defines=True,
     )
     num_train_epochs: float = flag(3.0, "Passes over the training data.")
     max_steps: int | None = flag(None, "Optimizer steps; overrides --num_train_epochs.")
-    optim: str = flag("adamw", "Optimizer.", ("adamw", "sgd"))
-    learning_rate: float = flag(5e-5, "Highest learning rate.")
-    adam_beta1: float = flag(0.9, "AdamW's beta1.")
-    adam_beta2: float = flag(0.999, "AdamW's beta2.")
-    adam_epsilon: float = flag(1e-8, "AdamW's epsilon.")
-    weight_decay: float = flag(0.0, "Decoupled weight decay of matrices outside normalisation layers.")
-    lr_scheduler_type: str = flag("linear", "Learning-rate schedule.", SCHEDULES)
-    warmup_steps: float = flag(0.0, "Warm-up steps; below 1 a share of all steps.")
-    max_grad_norm: float = flag(1.0, "Clip the norm of the whole gradient to this; 0: no clipping.")
-    label_smoothing_factor: float = flag(0.0, "Label smoothing of the training loss.")
+    optim: str = flag("adamw", "Optimizer.", ("adamw", "sgd"), defines=True)
+    learning_rate: float = flag(5e-5, "Highest learning rate.", defines=True)
+    adam_beta1: float = flag(0.9, "AdamW's beta1.", defines=True)
+    adam_beta2: float = flag(0.999, "AdamW's beta2.", defines=True)
+    adam_epsilon: float = flag(1e-8, "AdamW's epsilon.", defines=True)
+    weight_decay: float = flag(0.0, "Decoupled weight decay of matrices outside normalisation layers.", defines=True)
+    lr_scheduler_type: str = flag("linear", "Learning-rate schedule.", SCHEDULES, defines=True)
+    warmup_steps: float = flag(0.0, "Warm-up steps; below 1 a share of all steps.", defines=True)
+    max_grad_norm: float = flag(1.0, "Clip the norm of the whole gradient to this; 0: no clipping.", defines=True)
+    label_smoothing_factor: float = flag(0.0, "Label smoothing of the training loss.", defines=True)
     skip_nonfinite_steps: int = flag(0, "How many steps with a non-finite loss or gradient to skip before stopping.")
     gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass to save memory.")
-    seed: int = flag(42, "Seed of initialisation, order and dropout.")
+    seed: int = flag(42, "Seed of initialisation, order and dropout.", defines=True)
     full_determinism: bool = flag(False, "Bit-equal repetition on a GPU, at some cost in speed.")
 
     # The cut that is not the accelerate config's
-    data_parallel: bool = flag(False, "One process drives all GPUs through torch's own module: the documented baseline.")
+    data_parallel: bool = flag(
+        False, "One process drives all GPUs through torch's own module: the documented baseline."
+    )
     data_parallel_replicas: int | None = flag(None, "Replicas of the --data_parallel rehearsal on a CPU. Default: 2.")
     data_parallel_loss: str = flag(
         "gathered",
@@ -129,6 +137,24 @@ class Arguments:
     eval_strategy: str = flag("epoch", "When to evaluate beside the end of training.", ("no", "steps", "epoch"))
     eval_steps: float | None = flag(None, "Steps between evaluations; below 1 a share of all steps.")
     diagnostics: bool = flag(False, "Measure a step: bytes sent and held, idle share, replicas; diagnostics.json.")
+    save_strategy: str = flag(
+        "epoch", "When to write a checkpoint in the course of training.", ("no", "steps", "epoch")
+    )
+    save_steps: float = flag(
+        500.0, "Steps between checkpoints with --save_strategy steps; below 1 a share of all steps."
+    )
+    save_total_limit: int | None = flag(2, "Checkpoints to keep: the oldest go first, never the best or the newest.")
+    async_save: bool = flag(False, "Write checkpoints in the background, from a copy in main memory.")
+    resume_from_checkpoint: str | None = flag(
+        None, "A checkpoint to go on from; auto: the newest whole one in --output_dir, if there is one."
+    )
+    allow_changed: list[str] | None = flag(
+        None, "What may differ from the checkpoint's training, by the names that the error tells, e.g. learning_rate."
+    )
+    load_best_model_at_end: bool = flag(False, "End with the weights of the best evaluation.")
+    metric_for_best_model: str | None = flag(None, "Figure that tells the best evaluation. Default: loss.")
+    greater_is_better: bool | None = flag(None, "Whether it is better greater. Default: unless it is a loss.")
+    early_stopping_patience: int | None = flag(None, "Evaluations without a better one after which to stop.")
     logging_steps: int = flag(10, "Steps between log lines where there is no terminal, and between tracker entries.")
     report_to: str = flag("none", "Tracker.", ("none", "tensorboard", "wandb", "trackio"))
     output_dir: str | None = flag(None, "Where the model and all results go. Default: output/<task>.")
@@ -215,7 +241,7 @@ def _add(parser: _Parser, field: dataclasses.Field, kind: Any) -> None:
     convert = _Convert(parser, field, kind)
     # SUPPRESS leaves absent flags out of the namespace, so that a recipe's value is not overwritten.
     options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "type": convert, "metavar": convert.metavar}
-    if kind is bool:
+    if convert.base is bool:
         options |= {"nargs": "?", "const": True}
     elif convert.many:
         options |= {"nargs": "+", "action": _Words}

@@ -1,5 +1,7 @@
 """Evaluation: every sample exactly once, whatever the world size."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -9,7 +11,18 @@ from toolkit.strategy.base import Strategy
 from toolkit.task import Samples, Task
 
 
-def outputs(strategy: Strategy, task: Task, samples: Samples, bound: Bound, batches: int | None = None) -> np.ndarray:
+class Stopped(Exception):
+    """A rank was asked to stop in the middle of an evaluation."""
+
+
+def outputs(
+    strategy: Strategy,
+    task: Task,
+    samples: Samples,
+    bound: Bound,
+    batches: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> np.ndarray:
     """What scoring needs of every sample, float64 [n, k] in order of id, on every rank.
 
     The micro-batches depend on the bound alone and are dealt out to the ranks, so that a sample meets the
@@ -17,6 +30,10 @@ def outputs(strategy: Strategy, task: Task, samples: Samples, bound: Bound, batc
 
     Args:
         batches: stop after so many micro-batches per rank; rows not reached are NaN.
+        stop: whether this rank was asked to stop, looked at before every micro-batch.
+
+    Raises:
+        Stopped: on all ranks, when one was asked to.
     """
     ranked = np.argsort(-samples.lengths, kind="stable")
     cuts = pieces(samples.lengths[ranked].tolist(), bound)
@@ -24,6 +41,8 @@ def outputs(strategy: Strategy, task: Task, samples: Samples, bound: Bound, batc
     ids, rows = [], []
     with strategy.inference():
         for turn in range(turns if batches is None else min(turns, batches)):
+            if strategy.agree(stop()):
+                raise Stopped
             at = turn * strategy.data_world + strategy.data_rank
             mine = ranked[slice(*cuts[at])] if at < len(cuts) else ranked[:0]
             batch = collate(task, samples, mine, 0)

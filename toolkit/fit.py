@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from toolkit.arguments import Arguments
+from toolkit.checkpoint.notice import Notice
+from toolkit.checkpoint.session import Session, wanted_checkpoint
 from toolkit.data.feed import Feed, collate
 from toolkit.data.plan import Bound, Schedule
 from toolkit.errors import UserError, raise_all
-from toolkit.evaluate import outputs
+from toolkit.evaluate import Stopped, outputs
 from toolkit.launch.environment import World, connect
 from toolkit.report.console import say
 from toolkit.report.run import Run
@@ -44,6 +46,10 @@ def fit(task: Task, args: Arguments) -> None:
     raise_all(problems)
     with Run(task.name, args, world) as run:
         say(world.describe(strategy.name, strategy.devices))
+        if strategy.agree(run.finished):
+            say(f"{run.folder}: this run has finished, there is nothing to go on with")
+            return
+        checkpoint = wanted_checkpoint(run, strategy)
         splits = task.prepare()
         if not len(splits["train"]):
             raise UserError("there is nothing to train on: the training split has no rows.")
@@ -52,10 +58,21 @@ def fit(task: Task, args: Arguments) -> None:
         say(f"{schedule.samples} samples, {schedule.steps_per_epoch} steps per epoch, {schedule.total_steps} in all")
         feed = _prepare(task, args, world, strategy, splits["train"], schedule, sizes.rows)
         run.describe(strategy, splits, schedule, feed.bound)
-        evaluation = Evaluation(task, args, strategy, splits, feed)
-        evaluation.try_out()
-        _train(args, strategy, feed, evaluation, run)
-        _finish(task, strategy, evaluation, run)
+        rate = learning_rate(args, schedule.total_steps)
+        stepper = Stepper(strategy, feed, rate, args.seed, args.skip_nonfinite_steps)
+        notice = Notice()
+        evaluation = Evaluation(task, args, strategy, splits, feed, notice)
+        session = Session(args, stepper, task, run, evaluation.try_out())
+        if checkpoint:
+            session.resume(checkpoint)
+        with notice:
+            try:
+                _train(args, stepper, evaluation, run, session, notice)
+                _finish(task, strategy, evaluation, run, session)
+            except Stopped:
+                session.save(run.steps)
+                session.saver.wait()
+                run.interrupted()
 
 
 def _prepare(
@@ -94,21 +111,53 @@ def _prepare(
     return feed
 
 
-def _train(args: Arguments, strategy: Strategy, feed: Feed, evaluation: "Evaluation", run: Run) -> None:
-    schedule = feed.schedule
-    stepper = Stepper(strategy, feed, learning_rate(args, schedule.total_steps), args.seed, args.skip_nonfinite_steps)
+def _train(
+    args: Arguments, stepper: Stepper, evaluation: "Evaluation", run: Run, session: Session, notice: Notice
+) -> None:
+    """All steps that are left, with what is due after each.
+
+    Raises:
+        Stopped: on all ranks, when one was asked to stop.
+    """
+    schedule, keeper = stepper.feed.schedule, session.keeper
     due = evaluation_steps(args, schedule)
-    with run.training(schedule, feed):
-        for work in feed:
-            update, work = stepper.take(work)
-            run.step(work, update, stepper.learning_rate(work.step.number))
-            last = work.step.number == schedule.total_steps
-            if due(work.step.number, work.step.ends_epoch) and not last:
-                run.evaluated(work, evaluation.run("validation"))
+
+    def evaluate() -> None:
+        session.evaluation_due = True  # should a stop come in the middle of it
+        figures = evaluation.run("validation")
+        session.evaluation_due = False
+        run.evaluated(figures)
+        keeper.evaluated(run.steps, figures)
+
+    with run.training(schedule, stepper.feed):
+        if session.evaluation_due:
+            evaluate()
+        for work in () if keeper.enough else stepper.feed.after(run.steps):
+            update, work = stepper.take(work, notice.come, session.saver.failed)
+            step = work.step
+            run.step(work, update, stepper.learning_rate(step.number))
+            if stepper.failed:
+                session.saver.wait()  # which says why
+            # The last one comes with the end of the run, unless it may be the best.
+            if due(step.number, step.ends_epoch) and (step.number < schedule.total_steps or keeper.compares):
+                evaluate()
+            if stepper.stop:
+                raise Stopped
+            if keeper.due(step.number, step.ends_epoch):
+                session.save(step.number)
+                run.pause()
+            if keeper.enough:
+                say(
+                    f"no better {keeper.metric} in {keeper.best.since} evaluations: stopped early at step {step.number}"
+                )
+                break
+        session.saver.wait()
 
 
-def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run) -> None:
+def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run, session: Session) -> None:
     """The model, before anything else can fail; then the final evaluation, predictions and summary."""
+    if run.args.load_best_model_at_end:
+        session.load_best()
     if run.args.diagnostics:
         from toolkit.strategy.diagnostics import report
 
@@ -127,6 +176,7 @@ class Evaluation:
     strategy: Strategy
     splits: dict[str, Samples]
     feed: Feed
+    notice: Notice
     tables: dict[str, np.ndarray] = field(default_factory=dict)
 
     def run(self, split: str) -> dict[str, Any]:
@@ -135,7 +185,8 @@ class Evaluation:
             return {}
         start = time.perf_counter()
         samples = self.splits[split]
-        table = self.tables[split] = outputs(self.strategy, self.task, samples, self._bound())
+        stop = lambda: self.notice.come  # noqa: E731
+        table = self.tables[split] = outputs(self.strategy, self.task, samples, self._bound(), stop=stop)
         finite = np.isfinite(table).all(axis=1)
         if not finite.all():
             missing = np.flatnonzero(~finite)
@@ -152,10 +203,15 @@ class Evaluation:
             "samples_per_second": len(samples) / seconds,
         }
 
-    def try_out(self) -> None:
-        """A few batches of every split, to fail now rather than after training."""
-        for samples in (samples for split, samples in self.splits.items() if split != "train"):
-            outputs(self.strategy, self.task, samples, self._bound(), EARLY_BATCHES)
+    def try_out(self) -> list[str]:
+        """A few batches of every split, to fail now rather than after training; the names of a validation's figures."""
+        names: list[str] = []
+        for split, samples in self.splits.items():
+            if split != "train":
+                table = outputs(self.strategy, self.task, samples, self._bound(), EARLY_BATCHES)
+                if split == "validation":
+                    names = list(self.task.score(split, np.ones_like(table)))
+        return names
 
     def _bound(self) -> Bound:
         rows = (self.args.per_device_eval_batch_size or DEFAULT_EVAL_ROWS) * self.strategy.devices

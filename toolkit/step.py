@@ -33,16 +33,24 @@ class Stepper:
     seed: int
     skip_nonfinite: int
     skipped: int = 0
+    stop: bool = False  # any rank was asked to stop before the last step
+    failed: bool = False  # any rank's work in the background had failed before the last step
 
-    def take(self, work: Work) -> tuple[Update, Work]:
+    def take(self, work: Work, stop: bool = False, failed: bool = False) -> tuple[Update, Work]:
         """Run one step and update the weights once; also the work as it was done in the end.
+
+        Args:
+            stop, failed: of this rank; afterwards the attributes of these names say it of all ranks together, after
+                the same step, since they ride on an exchange that each step needs anyway.
 
         Raises:
             UserError: the step has no target at all; loss or gradient is not finite; memory ran out and the
                 step cannot be repeated in smaller pieces.
         """
         number = work.step.number
-        weight = self.strategy.total([sum(batch.weight for batch in work.batches)])[0]
+        own = sum(batch.weight for batch in work.batches)
+        weight, stops, failures = self.strategy.total([own, stop, failed])
+        self.stop, self.failed = stops > 0, failures > 0
         if weight <= 0:
             raise UserError(f"step {number}: none of the samples {_some(work)} has a target to learn from.")
         loss, work = self._run(work, weight)

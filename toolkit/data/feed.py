@@ -68,11 +68,14 @@ class Feed:
 
     def __iter__(self) -> Iterator[Work]:
         """The work of all steps, in order."""
+        return self.after(0)
+
+    def after(self, done: int) -> Iterator[Work]:
+        """The work of the steps after the first `done` ones."""
         if not self.workers and not self.pin:
             # Collating is a slice and a pad: cheaper here than handed between processes.
-            yield from map(self.work, self.schedule.steps())
+            yield from map(self.work, self.schedule.steps(done))
             return
-        done = 0
         while done < self.schedule.total_steps:
             bound = self.bound
             for work in self._loader(done):

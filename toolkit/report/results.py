@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -101,6 +102,14 @@ def claim_output(path: Path, overwrite: bool) -> None:
     # The mark goes last: a removal that is interrupted can be repeated.
     for name in sorted(check_output(path, overwrite), key=lambda name: name in MARKS):
         (Path(path) / name).unlink()
+
+
+def remove_checkpoints(path: Path) -> None:
+    """Remove the checkpoints of an earlier run, known by their state.json, and what is left of half written ones."""
+    for folder in Path(path).glob("checkpoint-*"):
+        half = folder.name.endswith((".writing", ".removing"))
+        if folder.is_dir() and (half or (folder / "state.json").is_file()):
+            shutil.rmtree(folder)
 
 
 def check_output(path: Path, overwrite: bool) -> list[str]:

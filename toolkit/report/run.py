@@ -1,6 +1,8 @@
 """What a run leaves behind: its settings, its log, its model, its results. Rank 0 writes."""
 
 import dataclasses
+import json
+import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -20,7 +22,14 @@ from toolkit.launch.environment import World
 from toolkit.report.console import say, warn
 from toolkit.report.facts import peak_memory, versions
 from toolkit.report.progress import Progress, duration
-from toolkit.report.results import MetricsLog, check_output, claim_output, write_json
+from toolkit.report.results import (
+    MetricsLog,
+    check_output,
+    claim_output,
+    read_metrics,
+    remove_checkpoints,
+    write_json,
+)
 from toolkit.report.tracker import Tracker
 from toolkit.strategy.base import Strategy, Update
 from toolkit.task import Samples, Task
@@ -44,6 +53,12 @@ class Run:
         self.losses: list[float] = []
         self.samples = self.tokens = self.padded = self.micro_batches = 0
         self.folder = Path(args.output_dir or Path("output") / name)
+        self.before = 0.0  # seconds of training before this process
+        self.earlier = b""  # metrics.jsonl up to the step that this run goes on from
+        # A group that the launcher has restarted goes on without being asked to.
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.resume_from: str | None = args.resume_from_checkpoint or ("auto" if restarted else None)
+        self.overwrite = args.overwrite_output_dir or self.resume_from is not None
         self.log: MetricsLog | None = None
         self.tracker: Tracker | None = None
 
@@ -52,7 +67,7 @@ class Run:
             if not self.args.output_dir:
                 self.folder = _new_folder(self.folder)
             self.made = not self.folder.exists() or not self.args.output_dir
-            check_output(self.folder, self.args.overwrite_output_dir)
+            check_output(self.folder, self.overwrite)
         return self
 
     def __exit__(
@@ -99,8 +114,11 @@ class Run:
         """Around all steps: the progress bar and metrics.jsonl."""
         self.feed, self.schedule = feed, schedule
         if self.writes:
-            claim_output(self.folder, self.args.overwrite_output_dir)
+            claim_output(self.folder, self.overwrite)
+            if self.resume_from is None:
+                remove_checkpoints(self.folder)  # of an earlier run, whose results go too
             self._write_settings(status="running")
+            (self.folder / "metrics.jsonl").write_bytes(self.earlier)
             self.log = MetricsLog(self.folder / "metrics.jsonl")
             if self.args.report_to != "none":
                 self.tracker = Tracker(self.args.report_to, self.name, self.folder, _plain(changed(self.args)))
@@ -109,7 +127,7 @@ class Run:
         self.train_started = self.last = time.perf_counter()
         with Progress(schedule.total_steps, self.args.logging_steps) as self.progress:
             yield
-        self.train_seconds = time.perf_counter() - self.train_started
+        self.train_seconds = self.before + time.perf_counter() - self.train_started
 
     def step(self, work: Work, update: Update, lr: float) -> None:
         """Log one optimizer step."""
@@ -140,17 +158,69 @@ class Run:
         if self.tracker is not None and (number % self.args.logging_steps == 0 or number == 1):
             self.tracker.log({f"train/{key}": row[key] for key in ("loss", "grad_norm", "learning_rate")}, number)
 
-    def evaluated(self, work: Work, figures: dict[str, Any]) -> None:
+    def evaluated(self, figures: dict[str, Any]) -> None:
         """Log an evaluation in the course of training."""
         if not figures:
             return
         row = {f"eval_{key}": value for key, value in figures.items()}
         if self.log is not None:
-            self.log.write(step=work.step.number, epoch=self._epoch(work), **row)
-        self.progress.say(f"step {work.step.number}: " + _line(figures))
+            self.log.write(step=self.steps, epoch=self.steps / self.schedule.steps_per_epoch, **row)
+        self.progress.say(f"step {self.steps}: " + _line(figures))
         if self.tracker is not None:
-            self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, work.step.number)
-        self.last = time.perf_counter()  # the next step's time starts here
+            self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, self.steps)
+        self.pause()
+
+    def pause(self) -> None:
+        """The next step's time starts here."""
+        self.last = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        """Steps done, those before this process included."""
+        return len(self.losses)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run that shall be gone on with has come to its end."""
+        if self.resume_from is None or self.args.allow_changed:
+            return False
+        try:
+            return json.loads((self.folder / "run.json").read_text(encoding="utf-8")).get("status") == "finished"
+        except (OSError, ValueError):
+            return False
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """All flags, for a file."""
+        return _plain(dataclasses.asdict(self.args))
+
+    def metrics(self) -> bytes:
+        """metrics.jsonl so far."""
+        return (self.folder / "metrics.jsonl").read_bytes()
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs beside metrics.jsonl."""
+        seconds = self.before + time.perf_counter() - self.train_started
+        return {"tokens": self.tokens, "padded": self.padded, "micro_batches": self.micro_batches, "seconds": seconds}
+
+    def resume(self, state: dict[str, Any], metrics: Path) -> None:
+        """Go on from `state` and the metrics.jsonl beside it."""
+        rows = [row for row in read_metrics(metrics) if "loss" in row]
+        self.losses = [float(row["loss"]) for row in rows]
+        self.samples = rows[-1]["samples"] if rows else 0
+        self.tokens, self.padded = state["tokens"], state["padded"]
+        self.micro_batches, self.before = state["micro_batches"], state["seconds"]
+        self.earlier = metrics.read_bytes()
+
+    def interrupted(self) -> None:
+        """Say how to go on."""
+        if self.writes:
+            self.settings["interrupted_at"] = self.steps
+            self._write_settings(status="interrupted")
+        say(
+            f"asked to stop: checkpoint-{self.steps} is written; the same command with --resume_from_checkpoint auto "
+            "goes on from it"
+        )
 
     def diagnosed(self, report: dict[str, Any]) -> None:
         """Write what `--diagnostics` measured."""
@@ -170,12 +240,12 @@ class Run:
         if not self.writes:
             return
         train = {
-            "epoch": self.schedule.total_steps / self.schedule.steps_per_epoch,
+            "epoch": self.steps / self.schedule.steps_per_epoch,
             "train_loss": float(np.mean(self.losses)),
             "train_runtime": self.train_seconds,
             "train_samples": self.schedule.samples,
             "train_samples_per_second": self.samples / self.train_seconds,
-            "train_steps_per_second": self.schedule.total_steps / self.train_seconds,
+            "train_steps_per_second": self.steps / self.train_seconds,
         }
         files = {"train": train}
         for split, figures in results.items():
@@ -188,10 +258,10 @@ class Run:
             write_json(self.folder / f"{prefix}_results.json", figures)
         write_json(self.folder / "all_results.json", {k: v for figures in files.values() for k, v in figures.items()})
         if self.log is not None and results.get("validation"):
-            self.log.write(step=self.schedule.total_steps, epoch=train["epoch"], **files["eval"])
+            self.log.write(step=self.steps, epoch=train["epoch"], **files["eval"])
             if self.tracker is not None:
                 evaluation = {f"eval/{key}": value for key, value in results["validation"].items()}
-                self.tracker.log(evaluation, self.schedule.total_steps)
+                self.tracker.log(evaluation, self.steps)
         if "test" in tables:
             task.write_predictions(self.folder / "predictions.csv", "test", tables["test"])
         self._report(task, results)
@@ -241,8 +311,9 @@ class Run:
             ("training", f"{duration(self.train_seconds)}, {rate:.1f} samples/s"),
             ("all in all", duration(time.perf_counter() - self.started)),
             ("model", str(self.folder)),
-            ("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"),
         ]
+        if task.example:
+            rows.append(("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"))
         width = max(len(name) for name, _ in rows) + 2
         say("\n".join(f"{name:<{width}}{value}" for name, value in rows))
 
@@ -250,8 +321,7 @@ class Run:
         return work.step.number / self.schedule.steps_per_epoch
 
     def _write_settings(self, status: str) -> None:
-        flags = _plain(dataclasses.asdict(self.args))
-        content = {"status": status, "task": self.name, "flags": flags, **self.settings, "versions": versions()}
+        content = {"status": status, "task": self.name, "flags": self.flags, **self.settings, "versions": versions()}
         write_json(self.folder / "run.json", content)
 
 

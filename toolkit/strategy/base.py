@@ -5,13 +5,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.report.console import say
 from toolkit.task import Batch, Task
+
+if TYPE_CHECKING:
+    from toolkit.strategy.portable import Entry, Read
+    from toolkit.strategy.precision import Precision
 
 NORMALISATION = re.compile(r"norm|\bln(_|\d|\b)", re.IGNORECASE)
 
@@ -104,12 +108,16 @@ class Strategy(Protocol):
 
     name: str  # as the log shows it
     device: torch.device
+    rank: int
+    world_size: int
     data_rank: int
     data_world: int
     devices: int  # devices that share one micro-batch
     repeatable: bool  # no collective inside a micro-batch: a failed step may be repeated
     alone: bool  # `trial` needs no other rank, so that it may fail on one of them
     micro_batches: int | None  # in every step of each data rank, where the strategy asks for a number
+    precision: "Precision"
+    updates: int  # applied so far
     running: int  # index of the micro-batch that `run` began last
     model: nn.Module  # unwrapped
     size: "Size"
@@ -158,6 +166,13 @@ class Strategy(Protocol):
 
     def held(self) -> dict[str, int]:
         """Bytes that this rank holds as parameters, gradients and optimizer state, between `run` and `update`."""
+
+    def entries(self) -> dict[str, "Entry"]: ...  # see toolkit.strategy.portable, here and below
+    def holders(self, key: str) -> Sequence[int]: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor | None]]: ...
+    def restore(self, read: "Read", updates: int) -> None: ...
+    def agree(self, flag: bool) -> bool: ...
+    def share(self, word: str) -> str: ...
 
     def shell(self) -> nn.Module:
         """A model object that can save the tensors of `weights`; its own may be cut or on no device."""

@@ -24,7 +24,8 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "Entry":
         """The entry of a tensor, of a cut one with its full shape."""
-        return cls(tensor.dtype, tuple(tensor.shape))
+        # ZeRO-3 empties parameters, and keeps their shapes beside them.
+        return cls(tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape)))
 
     @property
     def bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Mixed precision, the same everywhere: autocast over float32 parameters and gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -53,6 +53,15 @@ class Precision:
             self.scale *= self.backoff
         elif self.since == self.patience:
             self.scale, self.since = self.scale * self.growth, 0
+
+    def state(self) -> dict[str, float]:
+        """What a run that goes on needs."""
+        return {"scale": self.scale, "since": self.since}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`; one of another precision means nothing here."""
+        if self.scaled and state["scale"] != 1:
+            self.scale, self.since = state["scale"], int(state["since"])
 
     def overflow(self) -> bool:
         """Whether a non-finite gradient may be the scale's fault, so that the step is merely skipped."""

@@ -42,8 +42,8 @@ class Sharded(Distributed):
 
     def __init__(self, world: World) -> None:
         self.plugin = read_plugin()
-        self.replicas, self.shards, self.tensors = sizes = mesh_sizes(world.size)
-        super().__init__(world, self.tensors)
+        self.replicas, self.shards, self.tensor_ranks = sizes = mesh_sizes(world.size)
+        super().__init__(world, self.tensor_ranks)
         self.mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
         self.offload = isinstance(self.plugin.cpu_offload, CPUOffloadPolicy)
         if self.offload and self.replicas * self.shards == 1:
@@ -54,14 +54,14 @@ class Sharded(Distributed):
         self.task, self.rule = task, rule
         quiet()
         config = getattr(task, "config", None)
-        if self.tensors > 1 and hasattr(config, "model_type"):
-            tensor.check(config, self.tensors)  # before anything large is read
+        if self.tensor_ranks > 1 and hasattr(config, "model_type"):
+            tensor.check(config, self.tensor_ranks)  # before anything large is read
         # Every rank reads the whole file. With this option, which transformers obeys, all but one would be left
         # without weights, and with another fresh head.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         self.model = self.forward = task.model(dtype=torch.float32)
         self.model_class = type(self.model)
-        if self.tensors > 1:
+        if self.tensor_ranks > 1:
             tensor.split(self.model, self.mesh["tensor"])
         if self.replicas * self.shards > 1:
             self.shard(self.model)

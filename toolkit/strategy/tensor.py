@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from toolkit.errors import UserError
@@ -90,13 +90,24 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     tied = _tied(model)
     for name, module in list(model.named_modules()):
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style:
+        if style and hasattr(module, "divide"):
+            _divide(module, mesh)
+        elif style:
             # Every rank has the whole matrix and takes its part: nothing is sent.
             parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)
     for first, *rest in tied:
         for name in rest:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def _divide(head: nn.Linear, mesh: DeviceMesh) -> None:
+    """Cut the vocabulary of a head that computes the loss by itself, and knows how to with a part of it."""
+    size = -(-head.out_features // mesh.size())
+    for name, parameter in list(head.named_parameters(recurse=False)):
+        cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+        setattr(head, name, nn.Parameter(cut, parameter.requires_grad))
+    head.divide(size * mesh.get_local_rank(), mesh.get_group())
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError, raise_all
 from toolkit.launch.environment import World
+from toolkit.report.console import say
 from toolkit.strategy.base import OptimizerRule, Size, Update, stored
-from toolkit.strategy.distributed import Distributed
+from toolkit.strategy.zero_state import ZeROState
 from toolkit.task import Batch, Task
 
 LARGEST_BUCKET = 50_000_000  # elements of the buffer in which gradients are summed: 200 MB
 
 
-class ZeRO(Distributed):
+class ZeRO(ZeROState):
     """Data ranks that each own a part of the state.
 
     The engine averages gradients over ranks, takes their norm, clips, and steps unless the norm is not finite.
@@ -44,7 +45,7 @@ class ZeRO(Distributed):
         self.name = f"ZeRO-{self.stage}" + " with CPU offload" * self.offload
 
     def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:
-        self.task, self.rule = task, rule
+        self.task, self.rule, self.probe = task, rule, probe
         # ZeRO-3: only the first rank reads the weights, into main memory, as one process does; so a fresh head is
         # the same under any strategy. The others learn the shapes.
         split = self.stage == 3
@@ -305,6 +306,7 @@ def make_optimizer(
     ):
         return rule.make(parameters)
     check_build_lock("cpu_adam")
+    say("DeepSpeed builds its CPU optimizer at first use, which takes minutes")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:
