@@ -267,9 +267,9 @@ def test_h15_a_validation_text_longer_than_all_training_texts(tiny_classifier, t
 
     lengths = []
 
-    def watch(strategy, task, samples, *more):
+    def watch(strategy, task, samples, *more, **how):
         lengths.append(samples.lengths.max())
-        return outputs(strategy, task, samples, *more)
+        return outputs(strategy, task, samples, *more, **how)
 
     with mock.patch("toolkit.fit.outputs", watch):
         run_long(tiny_classifier, tmp_path, train, write_rows(tmp_path / "dev.csv", [40, 3]))

@@ -14,6 +14,8 @@ from toolkit.data.plan import Bound, Schedule
 from toolkit.errors import UserError, raise_all
 from toolkit.evaluate import Stopped, outputs
 from toolkit.launch.environment import World, connect
+from toolkit.launch.machine import detect
+from toolkit.launch.recommend import simpler_hint
 from toolkit.report.console import say
 from toolkit.report.run import Run
 from toolkit.settings import (
@@ -107,6 +109,11 @@ def _prepare(
         if not out_of_memory(error):
             raise
         raise UserError(f"the model does not fit on {world.device}: use a config that shards or splits it.") from error
+    if not strategy.alone:
+        machine = detect()
+        hint = simpler_hint(strategy.size.parameters, min(machine.gpu_memory, default=machine.memory))
+        if hint:
+            say(hint)
     find_bound(strategy, feed, rule, CudaMeter(world.device) if world.device.type == "cuda" else None)
     return feed
 

@@ -40,6 +40,14 @@ class Batch:
         return Batch(inputs, self.targets.to(device, non_blocking=True), self.ids, self.weight, self.tokens)
 
 
+def pad(rows: Sequence[np.ndarray], length: int, value: int) -> Tensor:
+    """Rows side by side, filled up on the right: int64 [len(rows), length]."""
+    full = np.full((len(rows), length), value, dtype=np.int64)
+    for row, content in zip(full, rows):
+        row[: len(content)] = content
+    return torch.from_numpy(full)
+
+
 class Samples(Protocol):
     """An encoded split. The id of a sample is its position."""
 
@@ -54,7 +62,8 @@ class Task(Protocol):
     """One kind of training, such as classification."""
 
     name: str
-    example: str  # flags of `toolkit predict` to try the model with
+    command: str  # of `toolkit`, to try the model with
+    example: str  # its flags; empty: there is no such command
     tokenizer: Any  # saved beside the model
     facts: dict[str, Any]  # for the model card, see toolkit.report.card
 
@@ -86,5 +95,5 @@ class Task(Protocol):
     def write_predictions(self, path: Path, split: str, table: np.ndarray) -> None:
         """Predictions of a split, a line per row of its file, in that order."""
 
-    def baseline(self) -> dict[str, float]:
-        """Figures to compare the final ones of the validation split with, if there are any."""
+    def baseline(self) -> dict[str, dict[str, float]]:
+        """Figures to compare the final ones of the validation split with, by the name of what reached them."""

@@ -16,13 +16,14 @@ from toolkit.data.labels import MULTI, REGRESSION, SINGLE, balance, balanced_wei
 from toolkit.errors import raise_all
 from toolkit.models import check_vocabulary, load_config, load_model, load_tokenizer
 from toolkit.report.console import say, warn
-from toolkit.task import Batch
+from toolkit.task import Batch, pad
 
 
 class Classification:
     """See `toolkit.task.Task`. The table that is scored holds a sample's logits, [n, num_labels]."""
 
     name = "classify"
+    command = "predict"
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -130,19 +131,20 @@ class Classification:
 
     @property
     def example(self) -> str:
-        """Flags of `toolkit predict` to try the model with, for the closing lines."""
+        """Flags of `toolkit predict`, for the closing lines."""
         if is_demo(self.args):
             return '--text "Return the square root of the argument."'
         return '--text "your text"' + (' --text_pair "its pair"' if len(self.text_columns) == 2 else "")
 
-    def baseline(self) -> dict[str, float]:
+    def baseline(self) -> dict[str, dict[str, float]]:
         """What word counts reach on the demo's split; nothing for other data."""
         if not is_demo(self.args) or "validation" not in self.rows:
             return {}
         from toolkit.data.demo import tfidf_baseline
 
         train, validation = self.rows["train"], self.rows["validation"]
-        return tfidf_baseline(train.texts, train.targets.tolist(), validation.texts, validation.targets.tolist())
+        texts, targets = (train.texts, validation.texts), (train.targets.tolist(), validation.targets.tolist())
+        return {"TF-IDF + logistic regression": tfidf_baseline(texts[0], targets[0], texts[1], targets[1])}
 
     def _start(self, model: nn.Module, fresh: Collection[str]) -> None:
         """Let the bias of a fresh head say the base rates: the log-odds of each label, or the mean value.
@@ -199,14 +201,6 @@ class Classification:
         if self.args.class_weights != "none":
             problems.append(f"--class_weights {self.args.class_weights} has no meaning in {kind}.")
         return problems
-
-
-def pad(rows: Sequence[np.ndarray], length: int, value: int) -> Tensor:
-    """Rows side by side, filled up on the right: int64 [len(rows), length]."""
-    full = np.full((len(rows), length), value, dtype=np.int64)
-    for row, content in zip(full, rows):
-        row[: len(content)] = content
-    return torch.from_numpy(full)
 
 
 def _few(names: Any) -> str:

@@ -40,7 +40,7 @@ def encode(
     from safetensors import SafetensorError
     from safetensors.numpy import load_file, save_file
 
-    folder = Path(cache_dir).expanduser() if cache_dir else _default_cache()
+    folder = cache_folder(cache_dir)
     path = folder / f"{_fingerprint(tokenizer, texts, max_length)}.safetensors"
     make: Callable[[], None] = lambda: save_file(_tokenise(tokenizer, texts, max_length, workers), _partial(path))  # noqa: E731
     try:
@@ -68,7 +68,9 @@ def once_per_machine(path: Path, make: Callable[[], None]) -> None:
         time.sleep(WAIT)
 
 
-def max_tokens(tokenizer: "PreTrainedTokenizerBase", config: Any, asked: int | None) -> tuple[int, str | None]:
+def max_tokens(
+    tokenizer: "PreTrainedTokenizerBase", config: Any, asked: int | None, flag: str = "--max_length"
+) -> tuple[int, str | None]:
     """The longest sample in tokens that tokenizer, model and flag allow, and a warning when asked for more.
 
     Raises:
@@ -77,15 +79,18 @@ def max_tokens(tokenizer: "PreTrainedTokenizerBase", config: Any, asked: int | N
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if positions and positions > 0:
-        # RoBERTa's family numbers positions from padding_idx + 1, so it has so many fewer of them.
-        offset = (config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0
-        limits.append(positions - offset)
+        limits.append(positions - first_position(config))
     limit = min(limits, default=asked or 512)
     if asked is not None and asked <= (special := tokenizer.num_special_tokens_to_add(pair=False)):
-        raise UserError(f"--max_length {asked} leaves no room beside the {special} special tokens of every text.")
+        raise UserError(f"{flag} {asked} leaves no room beside the {special} special tokens of every text.")
     if asked is not None and asked > limit:
-        return limit, f"--max_length {asked} is more than the model has positions for: {limit} is used."
+        return limit, f"{flag} {asked} is more than the model has positions for: {limit} is used."
     return asked or limit, None
+
+
+def first_position(config: Any) -> int:
+    """The number of a text's first position: RoBERTa's family counts from padding_idx + 1, so it has fewer of them."""
+    return (config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0
 
 
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet", "longformer", "xlm-roberta-xl", "data2vec-text"}
@@ -120,19 +125,29 @@ def _tokenise(
 def _fingerprint(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Any], max_length: int) -> str:
     """Of all that the token ids depend on: an edited text or tokenizer never meets a stale cache."""
     digest = hashlib.blake2b(digest_size=16)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.no_truncation()  # else what was encoded before would count; every call sets its own
-        backend.no_padding()
-    settings = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     beside = f"{max_length} {tokenizer.truncation_side} {tokenizer.model_input_names}"
-    for part in (__version__, type(tokenizer).__name__, settings, beside):
+    for part in (__version__, type(tokenizer).__name__, settings(tokenizer), beside):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
     for text in texts:
         for part in text if isinstance(text, tuple) else (text,):
             content = part.encode("utf-8", "surrogatepass")
             digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
+
+
+def settings(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """All that a tokenizer's ids depend on, as text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return repr(sorted(tokenizer.get_vocab().items()))
+    backend.no_truncation()  # else what was encoded before would count; every call sets its own
+    backend.no_padding()
+    return backend.to_str()
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where encoded data are kept."""
+    return Path(cache_dir).expanduser() if cache_dir else _default_cache()
 
 
 def _default_cache() -> Path:

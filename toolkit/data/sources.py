@@ -37,7 +37,7 @@ def read_table(
     """
     file = Path(path)
     if not file.exists():
-        raise UserError(_missing(file))
+        raise UserError(missing(file))
     if file.is_dir():
         return _read_folder(path)
     suffix = file.suffix.lower()
@@ -66,11 +66,11 @@ def read_splits(args: Arguments) -> dict[str, Table]:
     Raises:
         UserError: contradicting flags, and the problems of all files at once.
     """
-    raise_all(_flag_problems(args))
+    raise_all(flag_problems(args))
     splits: dict[str, Table] = {}
     problems: list[str] = []
     if args.dataset_name:
-        splits = _read_data_set(args.dataset_name, args.dataset_config_name, args.cache_dir)
+        splits = read_data_set(args.dataset_name, args.dataset_config_name, args.cache_dir)
     for split in SPLITS:
         path = getattr(args, f"{split}_file")
         if path:
@@ -92,10 +92,10 @@ def read_splits(args: Arguments) -> dict[str, Table]:
     return splits
 
 
-def _flag_problems(args: Arguments) -> list[str]:
+def flag_problems(args: Arguments) -> list[str]:
+    """What contradicts itself among the flags that name data; a file flag may hold one path or a list of them."""
     problems = []
-    files = [getattr(args, f"{split}_file") for split in SPLITS]
-    given = [f"--{split}_file" for split, path in zip(SPLITS, files) if path]
+    given = [f"--{split}_file" for split in SPLITS if getattr(args, f"{split}_file")]
     if args.dataset_name and args.train_file:
         problems.append("--dataset_name and --train_file both name training data: give one of them.")
     if not args.dataset_name and not args.train_file:
@@ -105,7 +105,8 @@ def _flag_problems(args: Arguments) -> list[str]:
             problems.append("--validation_split_percentage needs --train_file or --dataset_name.")
     if args.dataset_config_name and not args.dataset_name:
         problems.append("--dataset_config_name needs --dataset_name.")
-    delimited = [path for path in files if path and Path(path).suffix.lower() in DELIMITED]
+    files = [path for split in SPLITS for path in paths(getattr(args, f"{split}_file"))]
+    delimited = [path for path in files if Path(path).suffix.lower() in DELIMITED]
     for name in ("delimiter", "column_names"):
         if getattr(args, name) and not delimited:
             problems.append(f"--{name} is for CSV and TSV files, but no file given is one.")
@@ -121,7 +122,13 @@ def _flag_problems(args: Arguments) -> list[str]:
     return problems
 
 
-def _missing(file: Path) -> str:
+def paths(value: str | list[str] | None) -> list[str]:
+    """The files that a flag names, of which it may hold none, one or several."""
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def missing(file: Path) -> str:
+    """The message for a file that does not exist."""
     if not file.parent.is_dir():
         return f"{file}: no such file: the folder {file.parent} does not exist."
     others = [other.name for other in file.parent.iterdir()]
@@ -134,18 +141,23 @@ def _with_rows(table: Table) -> Table:
     return table
 
 
+def hold_out(rows: int, percentage: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers to train on and to hold out, each in order and at least one of two or more rows."""
+    held = min(max(round(rows * percentage / 100), 1), rows - 1)
+    order = np.random.default_rng(seed).permutation(rows)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
 def _hold_out(train: Table, percentage: float, seed: int) -> tuple[Table, Table]:
-    rows = len(train)
-    if rows < 2:
+    if len(train) < 2:
         raise UserError(
             f"--validation_split_percentage {percentage:g}: {train.name} has one row, so nothing can be held out."
         )
-    held = min(max(round(rows * percentage / 100), 1), rows - 1)
-    order = np.random.default_rng(seed).permutation(rows).tolist()
-    return train.select(sorted(order[held:])), train.select(sorted(order[:held]))
+    kept, held = hold_out(len(train), percentage, seed)
+    return train.select(kept.tolist()), train.select(held.tolist())
 
 
-def _read_data_set(name: str, config: str | None, cache_dir: str | None) -> dict[str, Table]:
+def read_data_set(name: str, config: str | None, cache_dir: str | None) -> dict[str, Table]:
     """The splits of a saved folder or a Hub data set. Code that comes with a data set is never run."""
     content = _load_saved(name) if _is_saved(Path(name)) else _load_hub(name, config, cache_dir)
     if not isinstance(content, dict):

@@ -30,6 +30,7 @@ from toolkit.report.results import (
     remove_checkpoints,
     write_json,
 )
+from toolkit.report.summary import line, quality, result_rows, table
 from toolkit.report.tracker import Tracker
 from toolkit.strategy.base import Strategy, Update
 from toolkit.task import Samples, Task
@@ -165,7 +166,7 @@ class Run:
         row = {f"eval_{key}": value for key, value in figures.items()}
         if self.log is not None:
             self.log.write(step=self.steps, epoch=self.steps / self.schedule.steps_per_epoch, **row)
-        self.progress.say(f"step {self.steps}: " + _line(figures))
+        self.progress.say(f"step {self.steps}: " + line(figures))
         if self.tracker is not None:
             self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, self.steps)
         self.pause()
@@ -288,34 +289,22 @@ class Run:
             "name": self.folder.name,
             "base_model": self.args.model_name_or_path,
             **task.facts,
-            "results": _figures(figures),
+            "results": quality(figures),
             "settings": _plain(changed(self.args)),
             "versions": versions(),
         }
         model_card(self.folder / "README.md", facts)
-        self._table(task, results)
-
-    def _table(self, task: Task, results: dict[str, dict[str, Any]]) -> None:
-        baseline = task.baseline()
-        if baseline:
-            self.settings["baseline"] = baseline
-        rows = []
-        for split, figures in results.items():
-            for key, value in _figures(figures).items():
-                shown = f"{value:.4f}"
-                if split == "validation" and key in baseline:
-                    shown += f"   (TF-IDF + logistic regression on the same split: {baseline[key]:.4f})"
-                rows.append((f"{split} {key.replace('_', ' ')}", shown))
+        baseline = self.settings["baseline"] = task.baseline()
         rate = self.samples / self.train_seconds
-        rows += [
+        rows = [
+            *result_rows(results, baseline),
             ("training", f"{duration(self.train_seconds)}, {rate:.1f} samples/s"),
             ("all in all", duration(time.perf_counter() - self.started)),
             ("model", str(self.folder)),
         ]
         if task.example:
             rows.append(("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"))
-        width = max(len(name) for name, _ in rows) + 2
-        say("\n".join(f"{name:<{width}}{value}" for name, value in rows))
+        say(table(rows))
 
     def _epoch(self, work: Work) -> float:
         return work.step.number / self.schedule.steps_per_epoch
@@ -323,16 +312,6 @@ class Run:
     def _write_settings(self, status: str) -> None:
         content = {"status": status, "task": self.name, "flags": self.flags, **self.settings, "versions": versions()}
         write_json(self.folder / "run.json", content)
-
-
-def _figures(figures: dict[str, Any]) -> dict[str, float]:
-    """The figures of quality among those of an evaluation."""
-    beside = ("samples", "runtime", "samples_per_second", "f1")  # f1 is f1_macro again
-    return {key: value for key, value in figures.items() if key not in beside}
-
-
-def _line(figures: dict[str, Any]) -> str:
-    return "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in _figures(figures).items())
 
 
 def _plain(flags: dict[str, Any]) -> dict[str, Any]:
