@@ -23,8 +23,18 @@ def read_rows(folder: Path) -> list[dict]:
     return [row for row in rows if "loss" in row]
 
 
-def run_here(flags: list[str], precision: str = "no", fault: str | None = None, task: str = "classify") -> list[dict]:
-    """One run of a task script in this process; its step rows (rank 0)."""
+def run_here(
+    flags: list[str],
+    precision: str = "no",
+    fault: str | None = None,
+    task: str = "classify",
+    environment: dict[str, str] | None = None,
+) -> list[dict]:
+    """One run of a task script in this process; its step rows (rank 0).
+
+    Args:
+        environment: what `accelerate launch` says of the strategy.
+    """
     from accelerate.state import AcceleratorState
 
     from toolkit.arguments import parse
@@ -38,7 +48,8 @@ def run_here(flags: list[str], precision: str = "no", fault: str | None = None, 
         from tasks.language_modeling import LanguageModelingArguments as Flags
         from toolkit.language.task import LanguageModeling as Task
     args = parse(Flags, flags)
-    with mock.patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": precision}), planted(fault):
+    variables = {"ACCELERATE_MIXED_PRECISION": precision, **(environment or {})}
+    with mock.patch.dict(os.environ, variables), planted(fault):
         fit(Task(args), args)
     return read_rows(args.output_dir) if int(os.environ.get("RANK", "0")) == 0 else []
 

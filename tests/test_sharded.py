@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -30,7 +31,7 @@ from tests.test_parity import (
     holds,
     plain_loop,
 )
-from tests.tiny import save_tiny_classifier, write_csv
+from tests.tiny import save_tiny_bert, save_tiny_classifier, write_csv
 from toolkit.data.plan import order
 from toolkit.errors import UserError
 from toolkit.strategy import sharded, tensor
@@ -39,7 +40,7 @@ from toolkit.strategy.blocks import blocks
 # Replicas x shards x tensor ranks, and whether parameters are kept on the CPU.
 TWO = {"FSDP2": (1, 2, 1, False), "FSDP2 offload": (1, 2, 1, True), "TP 2": (1, 1, 2, False)}
 FOUR = {"HSDP 2 x 2": (2, 2, 1, False), "FSDP2 x TP": (1, 2, 2, False)}
-FAULTS = ["divided by ranks", *FAULTS_ALONE]
+FAULTS = ["divided by ranks", *FAULTS_ALONE, "one rank not reduced", "clipping before unscaling"]
 # Of 7 validation rows three micro-batches: on some rank one is a filler.
 SGD = ["--optim", "sgd", "--learning_rate", 1e-2, "--per_device_eval_batch_size", 3]
 LM_ROWS = random_rows(np.random.RandomState(1).randint(4, 30, 27))
@@ -116,7 +117,14 @@ def on_two_ranks(folder):
     for precision in ("bf16", "fp16"):
         classify(folder, precision, TWO["FSDP2"], precision=precision)
     for fault in FAULTS:
-        classify(folder, fault, TWO["FSDP2"], "--per_device_train_batch_size", 3, fault=fault)
+        precision = "fp16" if "unscaling" in fault else "no"
+        with one_rank_not_reduced() if fault == "one rank not reduced" else nullcontext():
+            planted = None if fault == "one rank not reduced" else fault
+            classify(
+                folder, fault, TWO["FSDP2"], "--per_device_train_batch_size", 3, precision=precision, fault=planted
+            )
+    with mock.patch.dict(os.environ, launcher_says(*TWO["FSDP2"])):
+        run_here(flags(folder / "bare", folder / "train.csv", folder / "fresh head"))
     return {
         "lm": {name: language_model(folder, name, mesh) for name, mesh in TWO.items()},
         "not a number": not_a_number(),
@@ -130,6 +138,13 @@ def on_four_ranks(folder):
         classify(folder, name, mesh, "--per_device_train_batch_size", 1, FSDP_TRANSFORMER_CLS_TO_WRAP="BertLayer")
         classify(folder, f"{name} sgd", mesh, "--validation_file", folder / "validation.csv", *SGD)
     return {"lm": {name: language_model(folder, name, mesh) for name, mesh in FOUR.items()}}
+
+
+def one_rank_not_reduced():
+    """The second rank's gradients reach no one, itself included."""
+    backward = sharded.Sharded.backward
+    deaf = lambda self, loss: backward(self, loss * (self.rank == 0))  # noqa: E731
+    return mock.patch.object(sharded.Sharded, "backward", deaf)
 
 
 def classify(folder, name, mesh, *words, precision="no", fault=None, **more):
@@ -273,6 +288,7 @@ def expected_sgd(folder):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     save_tiny_classifier(folder / "model")
+    save_tiny_bert(folder / "bare")
     write_csv(folder / "train.csv", ROWS, seed=3)
     write_csv(folder / "validation.csv", 7, seed=5)
     return folder
@@ -335,7 +351,7 @@ def test_final_weights_and_evaluation(name, launched, folder, expected_sgd):
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_the_exported_decoder_gives_the_trained_models_logits(name, launched, folder):
+def test_f03_f05_the_exported_decoder_gives_the_trained_models_logits(name, launched, folder):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / f"{name} lm").eval()
@@ -353,7 +369,14 @@ def test_the_exported_decoder_gives_the_trained_models_logits(name, launched, fo
 def test_a_planted_fault_is_found(fault, launched, folder, expected):
     rows = read_rows(folder / fault)
     assert len(rows) == STEPS
-    assert not holds(rows, expected)
+    assert not holds(rows, expected, *((1e-2, 2e-2) if "unscaling" in fault else ()))
+
+
+def test_n09_f07_a_fresh_head_is_that_of_one_process(launched, folder, tmp_path):
+    rows = run_here(flags(folder / "bare", folder / "train.csv", tmp_path / "out"))
+    assert holds(read_rows(folder / "fresh head"), ([r["loss"] for r in rows], [r["grad_norm"] for r in rows]))
+    trained, alone = (load_file(out / "model.safetensors") for out in (folder / "fresh head", tmp_path / "out"))
+    assert (trained["classifier.weight"] - alone["classifier.weight"]).abs().max() < 1e-5
 
 
 def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_any(launched):
@@ -431,7 +454,7 @@ def test_mesh_sizes(monkeypatch):
     assert "context and sequence parallelism" in says(sharded.mesh_sizes, 8)
 
 
-def test_classes_to_wrap():
+def test_j17_classes_to_wrap():
     model = family("bert")
     block = type(model.bert.encoder.layer[0])
     assert sharded.wrapped_classes(model, None) == sharded.wrapped_classes(model, ["BertLayer"]) == {block}

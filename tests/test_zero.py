@@ -348,7 +348,7 @@ def test_half_precision(precision, variant, classified, reference):
 
 
 @pytest.mark.parametrize("variant", ["2", "3"])
-def test_a_fresh_head(variant, classified, tiny_bert, files, tmp_path):
+def test_n09_f07_a_fresh_head(variant, classified, tiny_bert, files, tmp_path):
     run_here(flags(tiny_bert, files[0], tmp_path / "alone"))
     alone = read_rows(tmp_path / "alone")
     expected = [row["loss"] for row in alone], [row["grad_norm"] for row in alone]
@@ -357,7 +357,7 @@ def test_a_fresh_head(variant, classified, tiny_bert, files, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_exported_model_and_its_evaluation(variant, classified, tiny_classifier, files):
+def test_f01_f05_the_exported_model_and_its_evaluation(variant, classified, tiny_classifier, files):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = classified / f"sgd {variant}"
@@ -420,7 +420,7 @@ def test_settings_that_contradict_the_task(mistake, tmp_path):
     assert re.search(message, str(error.value))
 
 
-def test_clipping_that_contradicts_the_task():
+def test_j13_clipping_that_contradicts_the_task():
     from toolkit.strategy.base import OptimizerRule, Size
     from toolkit.strategy.zero import engine_config, read_settings
 

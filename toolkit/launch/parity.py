@@ -195,7 +195,8 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
         most = {key: max(rank["bytes_held"].get(key, 0) for rank in ranks) / 1e6 for key in ranks[0]["bytes_held"]}
         held = " + ".join(f"{value:.1f}" for value in most.values())
         shares = [rank["idle_share"] for rank in ranks if rank["idle_share"] is not None]
-        idle = ", ".join(f"{share:.0%}" for share in shares)
+        if shares:
+            idle = ", ".join(f"{share:.0%}" for share in shares) + f" (formula {ranks[0]['expected_idle_share']:.0%})"
     loss, norm = (f"{value:.1e}" for value in outcome.worst) if outcome.steps else ("", "")
     return outcome.name, str(outcome.processes), loss, norm, replicas, sent, held, idle, outcome.verdict
 

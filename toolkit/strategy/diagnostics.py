@@ -50,6 +50,7 @@ def report(strategy: Strategy) -> dict[str, Any]:
         "bytes_sent": strategy.traffic.sent,
         "bytes_held": strategy.held,
         "idle_share": getattr(strategy, "idle", None),
+        "expected_idle_share": getattr(strategy, "expected_idle", None),
         "checksums": [(name, part, _checksum(tensor)) for name, part, tensor in strategy.parts()],
     }
     ranks: list[Any] = [own]

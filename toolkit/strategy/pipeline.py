@@ -15,7 +15,7 @@ from toolkit.strategy.anatomy import examine
 from toolkit.strategy.base import OptimizerRule, Seed, Size, describe_unused
 from toolkit.strategy.distributed import Distributed
 from toolkit.strategy.portable import MODEL, Entry
-from toolkit.strategy.schedule import FORWARD, order
+from toolkit.strategy.schedule import FORWARD, idle_share, order
 from toolkit.strategy.single import batch_norms
 from toolkit.strategy.stages import Stage, make_plan
 from toolkit.task import Batch, Task
@@ -214,6 +214,11 @@ class Pipeline(Distributed):
     def idle(self) -> float:
         """The share of the last step's passes in which this stage did none; compare `schedule.idle_share`."""
         return self.clock.idle()
+
+    @property
+    def expected_idle(self) -> float:
+        """The same for stages and micro-batches of equal cost, without any cost of sending."""
+        return idle_share(self.stages, self.micro_batches)
 
 
 class Channel:
