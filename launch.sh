@@ -9,6 +9,8 @@
 #   OMP_NUM_THREADS                             threads a process (default: cores / processes)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT several machines; start it once on each. Under SLURM they are
 #                                               read from the job: srun --ntasks-per-node=1 ./launch.sh …
+#
+# Exit code 75: it was told to stop (SIGTERM, Ctrl-C, SIGUSR1), and has left a checkpoint to go on from.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -105,4 +107,25 @@ if [ -n "$dry_run" ]; then
     echo
     exit
 fi
-exec "${command[@]}"
+# What asks for a stop is for the processes alone, which write a checkpoint and end: the launcher would die of it, or kill
+# them after 30 s. As a job of its own it gets none from the terminal; a scheduler may send them to all processes.
+told=$(mktemp)
+trap 'rm -f "$told"' EXIT
+set -m
+(
+    trap '' TERM INT USR1
+    export PET_SIGNALS_TO_HANDLE=SIGHUP,SIGQUIT TOOLKIT_INTERRUPTED_FILE=$told
+    exec "${command[@]}"
+) &
+job=$!
+children() { cat "/proc/$job/task/"*/children 2>/dev/null || pgrep -P "$job"; }
+for signal in TERM INT USR1; do trap "kill -$signal \$(children) 2>/dev/null || true" "$signal"; done
+trap 'kill -HUP -- "-$job" 2>/dev/null || true' HUP
+code=0
+wait "$job" || code=$?
+while kill -0 "$job" 2>/dev/null; do # only a signal came
+    code=0
+    wait "$job" || code=$?
+done
+if [ -s "$told" ]; then code=75; fi # EX_TEMPFAIL: the same command with --resume_from_checkpoint auto goes on
+exit "$code"

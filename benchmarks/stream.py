@@ -25,7 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from toolkit.data.plan import Bound, cut
-from toolkit.language.stream import Stream, packed
+from toolkit.language.stream import Stream
+from toolkit.language.streamed import buffers
 from toolkit.language.tokens import CAUSAL, Encoder
 
 SOME_TEXT = "the a of to and in that was he it with as his on be at by had not are but from or have an they"
@@ -93,7 +94,7 @@ def read(rank, path, options):
         train_file_weights=None,
         max_train_samples=None,
     )
-    stream = Stream(flags, tokenizer, packed(encoder, BLOCK) if options.packing else None)
+    stream = Stream(flags, tokenizer, buffers(encoder, BLOCK, "best_fit") if options.packing else None)
     tokens, ids = 0, []
     for batch in stream.batches(GLOBAL_BATCH):
         pieces = cut([sample.size for sample in batch], options.processes, Bound(tokens=16_384))[rank]

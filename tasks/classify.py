@@ -27,7 +27,9 @@ class ClassifyArguments(Arguments):
     )
     label_separator: str | None = flag(None, "What separates the labels of one multi-label cell.")
     empty_text: str = flag("error", "What to do with rows without text.", ("error", "drop", "keep"))
-    class_weights: str = flag("none", "balanced: a class counts as much as any other.", ("none", "balanced"))
+    class_weights: str = flag(
+        "none", "balanced: a class counts as much as any other.", ("none", "balanced"), defines=True
+    )
     threshold: float = flag(0.5, "Probability from which a label of a multi-label row is given.")
 
 

@@ -18,7 +18,9 @@ from toolkit.launch.guard import guarded
 class LanguageModelingArguments(Arguments):
     """Flags of language modelling."""
 
-    objective: str = flag("causal", "causal: predict the next token; masked: find hidden ones.", ("causal", "masked"))
+    objective: str = flag(
+        "causal", "causal: predict the next token; masked: find hidden ones.", ("causal", "masked"), defines=True
+    )
 
     # Data
     train_file: list[str] | None = flag(None, "Text, JSON, JSONL, CSV, TSV or Parquet files to train on.")
@@ -32,8 +34,8 @@ class LanguageModelingArguments(Arguments):
     prompt_column_name: str | None = flag(None, "Column of prompts, which are context and not learnt. Default: prompt.")
     completion_column_name: str | None = flag(None, "Column of what is to follow a prompt. Default: completion.")
     train_on_prompt: bool = flag(False, "Learn prompts, and all messages of a conversation, as well.")
-    streaming: bool = flag(False, "Read training data while training; needs --max_steps.")
-    stream_buffer_size: int = flag(10_000, "Records of a stream that are shuffled together.")
+    streaming: bool = flag(False, "Read training data while training; needs --max_steps.", defines=True)
+    stream_buffer_size: int = flag(10_000, "Records of a stream that are shuffled together.", defines=True)
 
     # Samples
     block_size: int | None = flag(None, "Longest sample in tokens. Default: what the model allows, at most 1024.")
@@ -47,8 +49,8 @@ class LanguageModelingArguments(Arguments):
     eval_stride: int | None = flag(
         None, "Score long documents in windows that begin every N tokens, with at least block_size - N of context."
     )
-    mlm_probability: float = flag(0.15, "Share of the tokens that a masked model has to find.")
-    whole_word_mask: bool = flag(False, "Hide whole words.")
+    mlm_probability: float = flag(0.15, "Share of the tokens that a masked model has to find.", defines=True)
+    whole_word_mask: bool = flag(False, "Hide whole words.", defines=True)
 
 
 def main() -> None:

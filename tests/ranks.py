@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.runs import launch
 
 
-def on_ranks(function: Callable[[Path], Any], processes: int, folder: Path, timeout: float = 120) -> list[Any]:
+def on_ranks(function: Callable[[Path], Any], processes: int, folder: Path, timeout: float = 300) -> list[Any]:
     """What `function(folder)` returns on each rank, through JSON."""
     result = start(function, processes, folder, timeout)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -24,7 +24,7 @@ def on_ranks(function: Callable[[Path], Any], processes: int, folder: Path, time
 
 
 def start(
-    function: Callable[[Path], Any], processes: int, folder: Path, timeout: float = 120
+    function: Callable[[Path], Any], processes: int, folder: Path, timeout: float = 300
 ) -> subprocess.CompletedProcess:
     """The finished launch, whatever its exit code."""
     name = f"{function.__module__}:{function.__name__}"

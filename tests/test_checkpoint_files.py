@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.folder import Checkpoint, checkpoints, newest, rotate
+from toolkit.checkpoint.folder import Checkpoint, named, newest, rotate, write_state
 from toolkit.checkpoint.tensors import TensorFile, balance, checksum
 from toolkit.errors import UserError
 from toolkit.strategy.portable import Entry
@@ -39,7 +39,7 @@ def make(folder, step, weights=TENSORS, moments=None):
     files = {file.name: {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in path.glob("*.safetensors")}
     tensors = {f"model/{name}": "model-00001-of-00001.safetensors" for name in weights}
     tensors |= {f"exp_avg/{name}": "optimizer-00001-of-00001.safetensors" for name in moments}
-    (path / "state.json").write_text(json.dumps({"format": 1, "step": step, "files": files, "tensors": tensors}))
+    write_state(path, {"format": 1, "step": step, "files": files, "tensors": tensors})
     return path
 
 
@@ -102,7 +102,7 @@ DAMAGES = {
     "is missing": lambda path: (path / "model-00001-of-00001.safetensors").unlink(),
     "has no state.json": lambda path: (path / "state.json").unlink(),
     "cannot be read": lambda path: os.truncate(path / "state.json", 20),
-    "newer version": lambda path: (path / "state.json").write_text(
+    "another version": lambda path: (path / "state.json").write_text(
         json.dumps({**json.loads((path / "state.json").read_text()), "format": 99})
     ),
 }
@@ -129,7 +129,7 @@ def test_newest_by_number_and_none_where_there_is_none(tmp_path):
         make(tmp_path, step)
     (tmp_path / "checkpoint-200.writing").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
-    assert [step for step, _ in checkpoints(tmp_path)] == [100, 10, 9]
+    assert [step for step, _ in named(tmp_path)] == [100, 10, 9]
     assert newest(tmp_path).step == 100
 
 
@@ -139,9 +139,9 @@ def test_rotation_spares_the_best_the_newest_and_what_is_not_ours(tmp_path):
     foreign.mkdir()
     (foreign / "precious").write_text("x")
     rotate(tmp_path, 2, [paths[1]])
-    assert [step for step, _ in checkpoints(tmp_path)] == [4, 1, 0]
+    assert [step for step, _ in named(tmp_path)] == [4, 1, 0]
     rotate(tmp_path, 1, [paths[1]])
-    assert [step for step, _ in checkpoints(tmp_path)] == [4, 1, 0]  # both spared
+    assert [step for step, _ in named(tmp_path)] == [4, 1, 0]  # both spared
     rotate(tmp_path, None, [])
     rotate(tmp_path, 1, [])
-    assert [step for step, _ in checkpoints(tmp_path)] == [4, 0]
+    assert [step for step, _ in named(tmp_path)] == [4, 0]

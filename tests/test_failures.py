@@ -81,10 +81,9 @@ def test_an_interrupt_by_the_user(flags, tmp_path):
     finally:
         process.kill()
     steps = len(read_rows(out))
-    assert process.returncode == 1
-    assert error.splitlines()[-1] == f"interrupted, after step {steps} of 1000000."
-    assert "Traceback" not in error
-    assert json.loads((out / "run.json").read_text())["status"] == "failed"
+    assert process.returncode == 0 and "Traceback" not in error
+    assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
+    assert (out / f"checkpoint-{steps}" / "state.json").is_file()
 
 
 # The word among ranks, without torch: what `torchrun` gives to its processes is made by hand.

@@ -15,7 +15,8 @@ from toolkit.data.plan import Bound, cut
 from toolkit.errors import UserError
 from toolkit.language.documents import TextFile
 from toolkit.language.packing import IGNORED
-from toolkit.language.stream import Stream, packed
+from toolkit.language.stream import Stream
+from toolkit.language.streamed import buffers
 from toolkit.language.tokens import CAUSAL, Encoder
 
 
@@ -169,7 +170,7 @@ def test_a_giant_record_is_refused(write, monkeypatch):
 
 def packed_stream(path, start=None):
     encoder = Encoder(byte_tokenizer(bos=True), CAUSAL)
-    return stream(path, make=packed(encoder, 32), start=start)
+    return stream(path, make=buffers(encoder, 32, "best_fit"), start=start)
 
 
 def test_packed_buffers_lose_no_target_and_resume(write):

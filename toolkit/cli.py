@@ -10,6 +10,7 @@ from toolkit.errors import UserError, nearest
 # Subcommand -> module whose main(argv) runs it, and its line in --help. Imported when called.
 COMMANDS = {
     "check": ("toolkit.launch.check", "does an accelerate config fit this machine and these flags?"),
+    "checkpoint": ("toolkit.checkpoint.command", "show or verify checkpoints, or export a model from one"),
     "parity": ("toolkit.launch.parity", "is the training the same under every config? on your own task"),
     "predict": ("toolkit.predict", "label texts with a finished run"),
 }
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: toolkit COMMAND …", "", *lines, "", "toolkit COMMAND --help says more."])
 
 

@@ -1,10 +1,9 @@
 """Evaluation: every sample exactly once, whatever the world size."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
+from toolkit.checkpoint.notice import Notice
 from toolkit.data.feed import collate
 from toolkit.data.plan import Bound, pieces
 from toolkit.strategy.base import Strategy
@@ -21,7 +20,7 @@ def outputs(
     samples: Samples,
     bound: Bound,
     batches: int | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    notice: Notice | None = None,
 ) -> np.ndarray:
     """What scoring needs of every sample, float64 [n, k] in order of id, on every rank.
 
@@ -30,7 +29,7 @@ def outputs(
 
     Args:
         batches: stop after so many micro-batches per rank; rows not reached are NaN.
-        stop: whether this rank was asked to stop, looked at before every micro-batch.
+        notice: looked at before every micro-batch.
 
     Raises:
         Stopped: on all ranks, when one was asked to.
@@ -41,7 +40,7 @@ def outputs(
     ids, rows = [], []
     with strategy.inference():
         for turn in range(turns if batches is None else min(turns, batches)):
-            if strategy.agree(stop()):
+            if notice is not None and strategy.agree(notice.come, notice.patience):
                 raise Stopped
             at = turn * strategy.data_world + strategy.data_rank
             mine = ranked[slice(*cuts[at])] if at < len(cuts) else ranked[:0]

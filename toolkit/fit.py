@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from toolkit.arguments import Arguments
 from toolkit.checkpoint.notice import Notice
+from toolkit.checkpoint.resume import check_same, training
 from toolkit.checkpoint.session import Session, wanted_checkpoint
 from toolkit.data.feed import Feed, collate
 from toolkit.data.plan import Bound, Schedule
@@ -30,7 +32,7 @@ from toolkit.step import Stepper
 from toolkit.strategy import choose
 from toolkit.strategy.base import OptimizerRule, Strategy
 from toolkit.strategy.memory import CudaMeter, default_bound, find_bound, out_of_memory
-from toolkit.task import Samples, Task
+from toolkit.task import Samples, Streamed, Task
 
 EARLY_BATCHES = 2  # evaluation batches before the first step, so that errors of evaluation show at once
 
@@ -41,13 +43,14 @@ def fit(task: Task, args: Arguments) -> None:
     Raises:
         UserError: anything that the user can mend, as early as it can be known.
     """
-    problems = check_flags(args)
-    world = connect(args, problems)
+    notice = Notice()
+    world = connect(args, check_flags(args))
     strategy = choose(world, args)
     sizes, problems = batch_sizes(args, strategy.data_world * strategy.devices)
     raise_all(problems)
-    with Run(task.name, args, world) as run:
+    with notice, Run(task.name, args, world) as run:
         say(world.describe(strategy.name, strategy.devices))
+        run.folder = Path(strategy.share(str(run.folder)))  # rank 0 may have numbered it
         if strategy.agree(run.finished):
             say(f"{run.folder}: this run has finished, there is nothing to go on with")
             return
@@ -55,25 +58,30 @@ def fit(task: Task, args: Arguments) -> None:
         splits = task.prepare()
         if not len(splits["train"]):
             raise UserError("there is nothing to train on: the training split has no rows.")
-        schedule = make_schedule(args, sizes.global_batch, splits["train"].lengths)
+        train = splits["train"]
+        schedule = make_schedule(
+            args, sizes.global_batch, train.lengths, train if isinstance(train, Streamed) else None
+        )
         say(sizes.note or f"global batch {sizes.global_batch} samples")
-        say(f"{schedule.samples} samples, {schedule.steps_per_epoch} steps per epoch, {schedule.total_steps} in all")
+        say(str(schedule))
+        identity = training(args, schedule, train.fingerprint(), task.config)
+        if checkpoint:
+            check_same(checkpoint, identity, args.allow_changed or [])
         feed = _prepare(task, args, world, strategy, splits["train"], schedule, sizes.rows)
         run.describe(strategy, splits, schedule, feed.bound)
         rate = learning_rate(args, schedule.total_steps)
-        stepper = Stepper(strategy, feed, rate, args.seed, args.skip_nonfinite_steps)
-        notice = Notice()
+        stepper = Stepper(strategy, feed, rate, args.seed, args.skip_nonfinite_steps, notice)
         evaluation = Evaluation(task, args, strategy, splits, feed, notice)
-        session = Session(args, stepper, task, run, evaluation.try_out())
+        session = Session(args, stepper, task, run, identity, evaluation.try_out())
         if checkpoint:
             session.resume(checkpoint)
-        with notice:
+        notice.training_begins()
+        with session:
             try:
-                _train(args, stepper, evaluation, run, session, notice)
+                _train(args, stepper, evaluation, run, session)
                 _finish(task, strategy, evaluation, run, session)
             except Stopped:
-                session.save(run.steps)
-                session.saver.wait()
+                session.stop()
                 run.interrupted()
 
 
@@ -118,9 +126,7 @@ def _prepare(
     return feed
 
 
-def _train(
-    args: Arguments, stepper: Stepper, evaluation: "Evaluation", run: Run, session: Session, notice: Notice
-) -> None:
+def _train(args: Arguments, stepper: Stepper, evaluation: "Evaluation", run: Run, session: Session) -> None:
     """All steps that are left, with what is due after each.
 
     Raises:
@@ -134,13 +140,13 @@ def _train(
         figures = evaluation.run("validation")
         session.evaluation_due = False
         run.evaluated(figures)
-        keeper.evaluated(run.steps, figures)
+        session.evaluated(figures)
 
     with run.training(schedule, stepper.feed):
         if session.evaluation_due:
             evaluate()
         for work in () if keeper.enough else stepper.feed.after(run.steps):
-            update, work = stepper.take(work, notice.come, session.saver.failed)
+            update, work = stepper.take(work, session.saver.failed)
             step = work.step
             run.step(work, update, stepper.learning_rate(step.number))
             if stepper.failed:
@@ -149,16 +155,19 @@ def _train(
             if due(step.number, step.ends_epoch) and (step.number < schedule.total_steps or keeper.compares):
                 evaluate()
             if stepper.stop:
-                raise Stopped
-            if keeper.due(step.number, step.ends_epoch):
+                say(f"asked to stop: step {step.number} is the last for now; a second Ctrl-C stops at once")
+            if stepper.stop or keeper.due(step.number, step.ends_epoch):
                 session.save(step.number)
                 run.pause()
+                # Or a signal came while saving, which need not be done twice.
+                if stepper.strategy.agree(stepper.notice.come):
+                    raise Stopped
             if keeper.enough:
                 say(
                     f"no better {keeper.metric} in {keeper.best.since} evaluations: stopped early at step {step.number}"
                 )
                 break
-        session.saver.wait()
+        session.settle()
 
 
 def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run, session: Session) -> None:
@@ -183,7 +192,7 @@ class Evaluation:
     strategy: Strategy
     splits: dict[str, Samples]
     feed: Feed
-    notice: Notice
+    notice: Notice = field(default_factory=Notice)
     tables: dict[str, np.ndarray] = field(default_factory=dict)
 
     def run(self, split: str) -> dict[str, Any]:
@@ -192,8 +201,7 @@ class Evaluation:
             return {}
         start = time.perf_counter()
         samples = self.splits[split]
-        stop = lambda: self.notice.come  # noqa: E731
-        table = self.tables[split] = outputs(self.strategy, self.task, samples, self._bound(), stop=stop)
+        table = self.tables[split] = outputs(self.strategy, self.task, samples, self._bound(), notice=self.notice)
         finite = np.isfinite(table).all(axis=1)
         if not finite.all():
             missing = np.flatnonzero(~finite)

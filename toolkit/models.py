@@ -42,7 +42,7 @@ def load_tokenizer(args: Arguments) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    name = args.tokenizer_name or args.model_name_or_path
+    name = args.tokenizer_name or args.model_name_or_path or args.config_name
     tokenizer = _load("tokenizer", name, AutoTokenizer.from_pretrained, args)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # Without its files transformers makes a tokenizer that knows no word, and says nothing.
@@ -77,7 +77,7 @@ def load_model(
     """The model, in the dtype that `how` says, with freshly initialised parts named.
 
     Parts that the files do not have, or have in another shape (a head for another number of labels), are
-    initialised from `--seed` alike on every rank.
+    initialised from `--seed` alike on every rank. Without files, which is `--config_name` alone, that is all of them.
 
     Args:
         start: called with the model and the names of its parts that were initialised anew.
@@ -91,6 +91,34 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     if args.attn_implementation:
         how["attn_implementation"] = args.attn_implementation
+    if args.model_name_or_path is None:
+        model = _from_scratch(auto_class, args, config, **how)
+        fresh: Collection[str] = {name for name, _ in model.named_parameters()}
+    else:
+        model, fresh = _from_files(auto_class, args, config, **how)
+    if start is not None:
+        start(model, fresh)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _from_scratch(
+    auto_class: Any, args: Arguments, config: "PretrainedConfig", device_map: str = "cpu", **how: Any
+) -> nn.Module:
+    """A model of this config with random weights, those of a seed."""
+    how["trust_remote_code"] = args.trust_remote_code
+    torch.manual_seed(args.seed)
+    with torch.device(device_map):
+        model = _explained("model", args.config_name, lambda: auto_class.from_config(config, **how))
+    say(f"a new {type(model).__name__} of {model.num_parameters():,} parameters is trained from scratch")
+    return model.eval()
+
+
+def _from_files(
+    auto_class: Any, args: Arguments, config: "PretrainedConfig", **how: Any
+) -> tuple[nn.Module, Collection[str]]:
+    """The model of `--model_name_or_path`, and the names of its parts that were initialised anew."""
     load = auto_class.from_pretrained
     state = _without_module_prefix(args.model_name_or_path)
     if state is not None:
@@ -108,12 +136,7 @@ def load_model(
         output_loading_info=True,
         **how,
     )
-    fresh = _check_found(model, found, args.model_name_or_path)
-    if start is not None:
-        start(model, fresh)
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    return model
+    return model, _check_found(model, found, args.model_name_or_path)
 
 
 def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> set[str]:
@@ -141,8 +164,6 @@ def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> set[str]
 
 
 def _load(what: str, name: str, load: Any, args: Arguments, **more: Any) -> Any:
-    from safetensors import SafetensorError
-
     local = Path(name).exists()
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UserError(f"--model_name_or_path {name}: no such folder.")
@@ -151,20 +172,22 @@ def _load(what: str, name: str, load: Any, args: Arguments, **more: Any) -> Any:
             f"the {what} of {name} cannot be loaded: it is no folder here, and no model of the Hugging Face Hub that "
             "can be had from here. Check the name and the connection."
         )
+    hint = "" if local else " It is no folder here, so the Hub was asked: check the name and the connection."
+    flags = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code, "cache_dir": args.cache_dir}
+    return _explained(what, name, lambda: load(name, **flags, **more), hint)
+
+
+def _explained(what: str, name: str, load: Callable[[], Any], hint: str = "") -> Any:
+    """What `load` gives, or in one line why it cannot be had."""
+    from safetensors import SafetensorError
+
     try:
-        return load(
-            name,
-            revision=args.model_revision,
-            trust_remote_code=args.trust_remote_code,
-            cache_dir=args.cache_dir,
-            **more,
-        )
+        return load()
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
-        hint = "" if local else " It is no folder here, so the Hub was asked: check the name and the connection."
         raise UserError(f"the {what} of {name} cannot be loaded: {reason}{hint}") from error
 
 

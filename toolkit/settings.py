@@ -3,12 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.arguments import Arguments
-from toolkit.data.plan import Schedule
+from toolkit.data.plan import Schedule, StreamSchedule
 from toolkit.errors import raise_all
+
+if TYPE_CHECKING:
+    from toolkit.task import Streamed
 
 DEFAULT_GLOBAL_BATCH = 32
 DEFAULT_EVAL_ROWS = 64
@@ -106,8 +110,14 @@ def batch_sizes(args: Arguments, devices: int) -> tuple[BatchSizes, list[str]]:
     return BatchSizes(chosen, rows), problems
 
 
-def make_schedule(args: Arguments, global_batch: int, lengths: np.ndarray) -> Schedule:
+def make_schedule(
+    args: Arguments, global_batch: int, lengths: np.ndarray, stream: "Streamed | None" = None
+) -> Schedule | StreamSchedule:
     """All steps of the run.
+
+    Args:
+        lengths: of the training samples.
+        stream: where they come from in their stead; needs `--max_steps`.
 
     Raises:
         UserError: the warm-up is longer than the run.
@@ -121,6 +131,8 @@ def make_schedule(args: Arguments, global_batch: int, lengths: np.ndarray) -> Sc
                 "would never be reached. Use fewer, or a share below 1."
             ]
         )
+    if stream is not None:
+        return StreamSchedule(stream, global_batch, total)
     by_length = lengths if args.train_sampling_strategy == "group_by_length" else None
     return Schedule(len(lengths), global_batch, total, args.seed, by_length)
 

@@ -5,11 +5,13 @@ strategy runs this rank's micro-batches; what is here decides on the weight, on 
 learning rate.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from toolkit.checkpoint.notice import Notice
 from toolkit.data.feed import Feed, Work
 from toolkit.errors import UserError
 from toolkit.launch.environment import restart_command
@@ -25,6 +27,7 @@ class Stepper:
     Args:
         learning_rate: of a step number from 1; nothing else moves it.
         skip_nonfinite: steps whose loss or gradient may be non-finite before the run stops.
+        notice: of a stop.
     """
 
     strategy: Strategy
@@ -32,24 +35,25 @@ class Stepper:
     learning_rate: Callable[[int], float]
     seed: int
     skip_nonfinite: int
+    notice: Notice = field(default_factory=Notice)
     skipped: int = 0
     stop: bool = False  # any rank was asked to stop before the last step
     failed: bool = False  # any rank's work in the background had failed before the last step
 
-    def take(self, work: Work, stop: bool = False, failed: bool = False) -> tuple[Update, Work]:
-        """Run one step and update the weights once; also the work as it was done in the end.
+    def take(self, work: Work, failed: bool = False) -> tuple[Update, Work]:
+        """Run one step and update the weights once; also the work as it was done, its tokens those of all ranks.
 
         Args:
-            stop, failed: of this rank; afterwards the attributes of these names say it of all ranks together, after
+            failed: of this rank; afterwards the attributes `stop` and `failed` say it of all ranks together, after
                 the same step, since they ride on an exchange that each step needs anyway.
 
         Raises:
             UserError: the step has no target at all; loss or gradient is not finite; memory ran out and the
                 step cannot be repeated in smaller pieces.
         """
-        number = work.step.number
-        own = sum(batch.weight for batch in work.batches)
-        weight, stops, failures = self.strategy.total([own, stop, failed])
+        number, started = work.step.number, time.monotonic()
+        own = [sum(batch.weight for batch in work.batches), self.notice.come, failed, work.tokens, work.padded]
+        weight, stops, failures, tokens, padded = self.strategy.total(own, self.notice.patience)
         self.stop, self.failed = stops > 0, failures > 0
         if weight <= 0:
             raise UserError(f"step {number}: none of the samples {_some(work)} has a target to learn from.")
@@ -57,7 +61,8 @@ class Stepper:
         update = self.strategy.update(self.learning_rate(number), loss)
         if not update.applied:
             self._judge(work, update)
-        return update, work
+        self.notice.slowest = max(self.notice.slowest, time.monotonic() - started)
+        return update, replace(work, tokens=int(tokens), padded=int(padded))
 
     def _run(self, work: Work, weight: float) -> tuple[Tensor, Work]:
         seed = Seed(self.seed, work.step.number)
@@ -95,7 +100,7 @@ class Stepper:
 
     def _restart(self, rows: int) -> str:
         smaller = max(1, rows // 2 // self.strategy.devices)
-        return restart_command("--per_device_train_batch_size", str(smaller), "--overwrite_output_dir")
+        return restart_command("--per_device_train_batch_size", str(smaller), "--resume_from_checkpoint", "auto")
 
     def _judge(self, work: Work, update: Update) -> None:
         """Let a non-finite step pass where it may, else stop."""
@@ -116,5 +121,5 @@ class Stepper:
 
 
 def _some(work: Work) -> str:
-    ids = work.step.ids.tolist()
-    return ", ".join(map(str, ids[:64])) + (f" and {len(ids) - 64} more" if len(ids) > 64 else "")
+    names = work.step.names
+    return ", ".join(names[:64]) + (f" and {len(names) - 64} more" if len(names) > 64 else "")

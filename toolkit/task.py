@@ -3,10 +3,10 @@
 The task says what is trained; it knows nothing of processes, devices or strategies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -58,12 +58,34 @@ class Samples(Protocol):
     def fingerprint(self) -> str: ...
 
 
+class Drawn(NamedTuple):
+    """One global batch of a stream."""
+
+    samples: Any  # `lengths`, by which it is cut, [n]; `places`, a name for each; len(…); samples[i] as of a split
+    epoch: int
+    ends_epoch: bool
+    passed: float  # epochs behind it, in part or whole
+    position: dict[str, Any]  # where the next one begins, for JSON
+
+
+@runtime_checkable
+class Streamed(Samples, Protocol):
+    """A training split that is read while training.
+
+    As samples it is a few of its own, to try model and memory with, among them one as long as they may be.
+    """
+
+    def batches(self, size: int, position: dict[str, Any] | None) -> Iterator[Drawn]:
+        """Global batches from a position on, epoch after epoch without end; an epoch's last may be smaller."""
+
+
 class Task(Protocol):
     """One kind of training, such as classification."""
 
     name: str
     command: str  # of `toolkit`, to try the model with
     example: str  # its flags; empty: there is no such command
+    config: Any  # of the model, once the data are prepared
     tokenizer: Any  # saved beside the model
     facts: dict[str, Any]  # for the model card, see toolkit.report.card
 

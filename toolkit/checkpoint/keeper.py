@@ -10,14 +10,18 @@ from toolkit.arguments import Arguments
 from toolkit.checkpoint.folder import rotate
 from toolkit.data.plan import Schedule
 from toolkit.errors import UserError, nearest
+from toolkit.report.console import say, warn
 
 LOSS = "loss"
+# Figures that are better smaller, by how their names end; `dev_loss` is a loss.
+SMALLER = (LOSS, "perplexity", "bits_per_byte", "bits_per_character", "mse", "mae", "error")
 
 
 @dataclass
 class Best:
     """The best evaluation so far, and how many have come since."""
 
+    metric: str
     value: float | None = None
     step: int | None = None
     since: int = 0
@@ -26,7 +30,8 @@ class Best:
 class Keeper:
     """What is kept of a run, from its flags and its evaluations.
 
-    The figures of an evaluation are the same on every rank, so every rank comes to the same decisions.
+    Every rank must be told the same figures, and so comes to the same decisions. Of equal figures the first is the
+    best.
 
     Args:
         metrics: names of the figures that an evaluation gives; none where nothing is evaluated.
@@ -36,10 +41,14 @@ class Keeper:
     """
 
     def __init__(self, args: Arguments, schedule: Schedule, folder: Path, metrics: list[str]) -> None:
-        self.args, self.schedule, self.folder = args, schedule, folder
-        self.best = Best()
+        self.args, self.schedule = args, schedule
+        self.folders = [folder]  # where the best one may be
         self.metric = (args.metric_for_best_model or LOSS).removeprefix("eval_")
-        self.greater = args.greater_is_better if args.greater_is_better is not None else not self.metric.endswith(LOSS)
+        self.greater = args.greater_is_better
+        if self.greater is None:
+            self.greater = not self.metric.endswith(SMALLER)
+        self.best = Best(self.metric)
+        self._due = save_steps(args, schedule)
         asked = [
             flag
             for flag, value in {
@@ -49,19 +58,23 @@ class Keeper:
             }.items()
             if value
         ]
-        if asked and not metrics:
+        if not asked:
+            return
+        if not metrics:
             raise UserError(f"{' and '.join(asked)}: there is no labelled validation data to tell the best by.")
-        if asked and self.metric not in metrics:
+        if self.metric not in metrics:
             raise UserError(
                 f"--metric_for_best_model {self.metric}: an evaluation has {', '.join(metrics)}."
                 f"{nearest(self.metric, metrics)}"
             )
-        self._due = save_steps(args, schedule)
+        if args.eval_strategy == "no":
+            raise UserError(f"{' and '.join(asked)}: with --eval_strategy no there is no best; use epoch or steps.")
+        say(f"the best evaluation is the one with the {'greatest' if self.greater else 'smallest'} {self.metric}")
 
     def due(self, step: int, ends_epoch: bool) -> bool:
         """Whether to save after this step; the last one's model is written anyway."""
-        wanted = self._due(step, ends_epoch) and step < self.schedule.total_steps
-        return wanted or (self.args.load_best_model_at_end and self.best.step == step)
+        best = self.args.load_best_model_at_end and self.best.step == step
+        return (self._due(step, ends_epoch) or best) and step < self.schedule.total_steps
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
         """Take note of an evaluation."""
@@ -69,7 +82,7 @@ class Keeper:
         if value is None:
             return
         if self._better(float(value)):
-            self.best = Best(float(value), step)
+            self.best = Best(self.metric, float(value), step)
         else:
             self.best.since += 1
 
@@ -85,20 +98,35 @@ class Keeper:
         return patience is not None and self.best.since >= patience
 
     def best_checkpoint(self) -> Path | None:
-        """Where the best evaluation's weights are, if it was saved."""
-        path = self.folder / f"checkpoint-{self.best.step}"
-        return path if self.best.step is not None and path.is_dir() else None
+        """Where the best evaluation's weights are, if they were saved."""
+        paths = [folder / f"checkpoint-{self.best.step}" for folder in self.folders]
+        return next((path for path in paths if path.is_dir()), None)
 
-    def rotate(self) -> None:
-        """Delete what is beyond `--save_total_limit`; never the best, the newest, or what is not ours."""
-        best = self.best_checkpoint() if self.args.load_best_model_at_end else None
-        rotate(self.folder, self.args.save_total_limit, [best] if best else [])
+    def rotation(self) -> Callable[[], None]:
+        """What deletes checkpoints beyond `--save_total_limit`, as things stand now; never the best or the newest."""
+        folder, best = self.folders[0], self.best_checkpoint()
+        keep = [best or folder / f"checkpoint-{self.best.step}"]
+        return lambda: rotate(folder, self.args.save_total_limit, keep)
 
     def state(self) -> dict[str, Any]:
         return asdict(self.best)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.best = Best(**state)
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Take over the state of a checkpoint that was found in `folder`."""
+        best = Best(**state)
+        if folder.resolve() != self.folders[0].resolve():
+            self.folders.append(folder)
+        if best.metric != self.metric:
+            if self.compares:
+                say(f"the best evaluation so far was told by {best.metric}: by {self.metric} it begins anew from here")
+            return
+        self.best = best
+        if self.args.load_best_model_at_end and best.step is not None and not self.best_checkpoint():
+            warn(
+                f"the best evaluation so far was at step {best.step}, of which there is no checkpoint in "
+                f"{' or '.join(map(str, self.folders))}: the best of the evaluations from here on will be taken."
+            )
+            self.best = Best(self.metric)
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):

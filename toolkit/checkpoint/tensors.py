@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -89,7 +90,8 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.close()
+        with suppress(OSError):  # of what could not be written: it has been told
+            self._stream.close()
 
     def _write(self, content: bytes | memoryview) -> None:
         self._hash.update(content)

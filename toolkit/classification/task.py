@@ -30,7 +30,7 @@ class Classification:
 
     def prepare(self) -> dict[str, EncodedRows]:
         args = self.args
-        if args.model_name_or_path is None:
+        if args.model_name_or_path is None and args.config_name is None:
             from toolkit.data.demo import demo_model
 
             args.model_name_or_path = str(demo_model())

@@ -151,15 +151,21 @@ def on_hub(name: str) -> bool:
 
 
 def _rows(library: Path) -> Iterator[Row]:
+    for area, path in library_files(library):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue  # some distributions ship files that are not for this Python
+        for docstring in _docstrings(tree):
+            summary = " ".join(docstring.split("\n\n")[0].split())
+            yield Row(summary, area, path.relative_to(library).as_posix())
+
+
+def library_files(library: Path) -> Iterator[tuple[str, Path]]:
+    """The sources of the library, each with its area, in a fixed order."""
     for area, modules in AREAS.items():
         for path in sorted(file for module in modules.split() for file in _sources(library, module)):
-            try:
-                tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError, OSError):
-                continue  # some distributions ship files that are not for this Python
-            for docstring in _docstrings(tree):
-                summary = " ".join(docstring.split("\n\n")[0].split())
-                yield Row(summary, area, path.relative_to(library).as_posix())
+            yield area, path
 
 
 def _sources(library: Path, module: str) -> Iterator[Path]:
@@ -197,7 +203,7 @@ def _held_out_files(rows: list[Row]) -> set[str]:
         sizes[row.file] = sizes.get(row.file, 0) + 1
     chosen: set[str] = set()
     held_out = 0
-    for file in sorted(sizes, key=_sha1):
+    for file in sorted(sizes, key=sha1):
         if held_out >= HELD_OUT * len(rows):
             break
         if sizes[file] <= LARGEST_FILE * len(rows):
@@ -210,11 +216,12 @@ def _keep(rows: list[Row], share: float) -> list[Row]:
     """The given share of one area's rows, chosen by the SHA-1 of their text, in their old order."""
     if share >= 1:
         return rows
-    kept = set(sorted(rows, key=lambda row: _sha1(row.text))[: max(1, round(share * len(rows)))])
+    kept = set(sorted(rows, key=lambda row: sha1(row.text))[: max(1, round(share * len(rows)))])
     return [row for row in rows if row in kept]
 
 
-def _sha1(text: str) -> str:
+def sha1(text: str) -> str:
+    """What puts texts into an order that has nothing to do with them, and is the same everywhere."""
     return hashlib.sha1(text.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
 
 

@@ -1,13 +1,15 @@
 """From the schedule to the micro-batches of this rank."""
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.plan import Bound, Schedule, Step, cut
+from toolkit.data.plan import Bound, Schedule, Step, StreamSchedule, cut
 from toolkit.task import Batch, Samples, Task
 
 # The fixed cost of a micro-batch, in padded tokens: small on a CPU, where finer cuts save padding, large
@@ -22,8 +24,8 @@ class Work:
 
     step: Step
     batches: list[Batch]
-    tokens: int  # real tokens of the whole global batch
-    padded: int  # tokens of all ranks' micro-batches, padding included
+    tokens: int  # real tokens of its micro-batches
+    padded: int  # the same, padding included
 
     def pin_memory(self) -> "Work":
         """The same work in page-locked memory; the data loader calls this."""
@@ -43,7 +45,7 @@ class Feed:
         self,
         task: Task,
         samples: Samples,
-        schedule: Schedule,
+        schedule: Schedule | StreamSchedule,
         rank: int,
         world: int,
         bound: Bound,
@@ -57,36 +59,43 @@ class Feed:
         self.pin = device.type == "cuda"
         self.workers = workers
         self.micro_batches = micro_batches
+        self.position: dict[str, Any] | None = None  # of a stream, behind the last work that was handed out
 
     def work(self, step: Step) -> Work:
         """This rank's part of a step under the present bound."""
-        lengths = self.samples.lengths[step.ids].tolist()
+        samples = step.drawn.samples if step.drawn else self.samples
+        lengths = samples.lengths[step.ids].tolist()
         pieces = cut(lengths, self.world, self.bound, self.overhead, self.micro_batches)
-        batches = [collate(self.task, self.samples, step.ids[piece], step.epoch) for piece in pieces[self.rank]]
-        padded = sum(len(piece) * max(lengths[i] for i in piece) for rank in pieces for piece in rank if piece)
-        return Work(step, batches, sum(lengths), padded)
+        batches = [collate(self.task, samples, step.ids[piece], step.epoch) for piece in pieces[self.rank]]
+        padded = sum(len(batch.ids) * next(iter(batch.inputs.values())).shape[1] for batch in batches)
+        return Work(step, batches, sum(batch.tokens for batch in batches), padded)
 
     def __iter__(self) -> Iterator[Work]:
         """The work of all steps, in order."""
         return self.after(0)
 
     def after(self, done: int) -> Iterator[Work]:
-        """The work of the steps after the first `done` ones."""
-        if not self.workers and not self.pin:
-            # Collating is a slice and a pad: cheaper here than handed between processes.
-            yield from map(self.work, self.schedule.steps(done))
-            return
+        """The work of the steps after the first `done` ones, behind which a stream is at `position`."""
         while done < self.schedule.total_steps:
             bound = self.bound
-            for work in self._loader(done):
-                yield work
+            for work in self._ahead(done) if self.workers else self._here(done):
                 done = work.step.number
-                if self.bound != bound:
+                self.position = work.step.drawn.position if work.step.drawn else None
+                yield work
+                if self.workers and self.bound != bound:
                     break  # what was collated ahead has the old bound
 
-    def _loader(self, done: int) -> DataLoader:
+    def _here(self, done: int) -> Iterator[Work]:
+        # Collating is a slice and a pad: most often cheaper here than handed between processes.
+        for step in self.schedule.steps(done, self.position):
+            work = self.work(step)
+            yield work.pin_memory() if self.pin else work
+
+    def _ahead(self, done: int) -> DataLoader:
         dataset = _Steps(self, list(self.schedule.steps(done)))
-        return DataLoader(dataset, batch_size=None, num_workers=self.workers, pin_memory=self.pin)
+        return DataLoader(
+            dataset, batch_size=None, num_workers=self.workers, pin_memory=self.pin, worker_init_fn=_leave_signals
+        )
 
     def worst(self) -> Batch:
         """The largest micro-batch of the run: the longest samples, as many as the bound allows."""
@@ -104,6 +113,13 @@ class _Steps(Dataset):
 
     def __getitem__(self, at: int) -> Work:
         return self.feed.work(self.steps[at])
+
+
+def _leave_signals(worker: int) -> None:
+    """A stop is the rank's business: a worker that died of its signal would take the rank with it."""
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def collate(task: Task, samples: Samples, ids: np.ndarray, epoch: int) -> Batch:

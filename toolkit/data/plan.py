@@ -7,8 +7,12 @@ speed and memory, and is computed by every rank without communication.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from toolkit.task import Drawn, Streamed
 
 GROUPING_SPAN = 50  # global batches that group_by_length sorts together
 
@@ -139,6 +143,13 @@ class Step:
     epoch: int
     ids: np.ndarray
     ends_epoch: bool
+    passed: float = 0.0  # epochs behind this step, in part or whole
+    drawn: "Drawn | None" = None  # from a stream: what the ids count in
+
+    @property
+    def names(self) -> list[str]:
+        """What to call its samples in a message."""
+        return self.drawn.samples.places if self.drawn else [str(i) for i in self.ids.tolist()]
 
 
 @dataclass(frozen=True)
@@ -160,12 +171,35 @@ class Schedule:
         """Epochs that the run touches."""
         return -(-self.total_steps // self.steps_per_epoch)
 
-    def steps(self, start: int = 0) -> Iterator[Step]:
-        """The steps after the first `start` ones."""
+    def __str__(self) -> str:
+        return f"{self.samples} samples, {self.steps_per_epoch} steps per epoch, {self.total_steps} in all"
+
+    def steps(self, start: int = 0, position: Any = None) -> Iterator[Step]:
+        """The steps after the first `start` ones; only a stream needs the position behind them."""
         for epoch in range(start // self.steps_per_epoch, self.epochs):
             batches = order(self.seed, epoch, self.samples, self.global_batch, self.lengths)
             for position, ids in enumerate(batches):
                 number = epoch * self.steps_per_epoch + position + 1
                 if start < number <= self.total_steps:
                     last = position == len(batches) - 1 or number == self.total_steps
-                    yield Step(number, epoch, ids, last)
+                    yield Step(number, epoch, ids, last, number / self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class StreamSchedule:
+    """All steps of a run over a stream, whose epochs end where its records do."""
+
+    stream: "Streamed"
+    global_batch: int
+    total_steps: int
+    samples: None = None  # how many there are is not known
+
+    def __str__(self) -> str:
+        return f"samples from a stream, {self.total_steps} steps in all"
+
+    def steps(self, start: int = 0, position: Any = None) -> Iterator[Step]:
+        """The steps after the first `start` ones, behind which the stream is at `position`."""
+        numbers = range(start + 1, self.total_steps + 1)
+        for number, drawn in zip(numbers, self.stream.batches(self.global_batch, position)):
+            last = drawn.ends_epoch or number == self.total_steps
+            yield Step(number, drawn.epoch, np.arange(len(drawn.samples)), last, drawn.passed, drawn)

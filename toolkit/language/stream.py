@@ -20,8 +20,6 @@ from toolkit.data.tables import Table
 from toolkit.errors import UserError, raise_all
 from toolkit.language.documents import BYTE_ORDER_MARK, TEXT_SUFFIX, open_files
 from toolkit.language.forms import Document, Form, Text, find_form
-from toolkit.language.packing import best_fit, chunks, sample, with_targets
-from toolkit.language.tokens import Encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,23 +66,6 @@ class Record(NamedTuple):
             raise UserError(f"{self.place}: {error}") from None
 
 
-class Block(NamedTuple):
-    """Chunks of one buffer, packed into a block."""
-
-    tokens: np.ndarray  # of the whole buffer
-    target: np.ndarray
-    pieces: np.ndarray  # the block's own, [k, 2]
-
-    @property
-    def size(self) -> int:
-        """Tokens."""
-        return int(np.diff(self.pieces).sum())
-
-    def row(self) -> dict[str, Any]:
-        """See `toolkit.language.packing.sample`."""
-        return sample(self.tokens, self.target, self.pieces)
-
-
 class Stream:
     """Samples of text files (by line or blank line) and JSONL files, epoch after epoch, without end.
 
@@ -92,7 +73,7 @@ class Stream:
     epoch, number of the buffer); then the next buffer is read. Memory is that of one buffer.
 
     Args:
-        make: the samples of a buffer's records; without it, these themselves. See `packed`.
+        make: the samples of a buffer's records; without it, these themselves. See `toolkit.language.samples`.
         start: what `position` gave, to go on from there.
 
     Raises:
@@ -111,6 +92,7 @@ class Stream:
         self.blank_line = args.document_separator == "blank_line"
         self.seed, self.buffer_size = args.seed, args.stream_buffer_size
         self.empty = 0  # records met that hold nothing
+        self._before = np.cumsum([0, *map(os.path.getsize, self.files)])  # bytes of all files before each
         self._forms = [self._form(file, args, tokenizer) for file in self.files]
         self._make = make or list
         self._position = Position() if start is None else Position(**{**start, "place": Place(**start["place"])})
@@ -127,12 +109,8 @@ class Stream:
             taken = self._position.taken
             part = self._samples[taken : taken + size - len(batch)]
             batch += part
-            ends_epoch = False
-            if taken + len(part) < len(self._samples):
-                self._position = replace(self._position, taken=taken + len(part))
-            else:
-                ends_epoch = self._next.epoch > self._position.epoch
-                self._position, self._samples = self._next, None
+            self._position = replace(self._position, taken=taken + len(part))
+            ends_epoch = self._position.taken == len(self._samples) and self._go_on()
             if batch and (ends_epoch or len(batch) == size):
                 yield batch
                 batch = []
@@ -146,6 +124,19 @@ class Stream:
         """Of the next batch, from 0."""
         return self._position.epoch
 
+    @property
+    def passed(self) -> float:
+        """Epochs behind the next batch, by the bytes that have been read."""
+        at = self._position
+        begin = self._bytes(at.place)
+        if not at.taken:
+            return at.epoch + begin / self._before[-1]
+        end = self._bytes(self._next.place) if self._next.epoch == at.epoch else self._before[-1]
+        return at.epoch + (begin + (end - begin) * at.taken / len(self._samples)) / self._before[-1]
+
+    def _bytes(self, place: Place) -> int:
+        return int(self._before[place.file]) + place.offset
+
     def fingerprint(self) -> str:
         """Of the files' sizes, beginnings and ends: enough to tell data sets apart, without reading all."""
         digest = hashlib.blake2b(digest_size=16)
@@ -157,18 +148,29 @@ class Stream:
                     digest.update(size.to_bytes(8, "little") + file.read(1 << 20))
         return digest.hexdigest()
 
+    def _go_on(self) -> bool:
+        """Go to the next buffer that has samples, or else to the next epoch; whether it is that."""
+        while True:
+            ends_epoch = self._next.epoch > self._position.epoch
+            self._position, self._samples = self._next, None
+            if ends_epoch:
+                return True
+            self._fill()
+            if self._samples:
+                return False
+
     def _fill(self) -> None:
         """Read the buffer at the position, and note where the next one begins."""
         at = self._position
-        found = list(islice(self._records(at.place), self.buffer_size))
-        samples = self._make([record for record, _ in found])
+        found = list(islice(self._records(at.place), self.buffer_size + 1))  # one more, to see whether there is any
+        samples = self._make([record for record, _ in found[: self.buffer_size]])
         self._fruitful |= bool(samples)
-        if len(found) < self.buffer_size:
+        if len(found) <= self.buffer_size:
             if not self._fruitful:
                 raise UserError(f"there is nothing to train on in {', '.join(self.files)}.")
             self._next = Position(at.epoch + 1)
         else:
-            self._next = Position(at.epoch, at.buffer + 1, found[-1][1])
+            self._next = Position(at.epoch, at.buffer + 1, found[self.buffer_size - 1][1])
         # RandomState's streams are frozen for good, so that an order means the same under every numpy.
         draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, at.epoch, at.buffer])))
         self._samples = [samples[i] for i in draw.permutation(len(samples)).tolist()]
@@ -214,22 +216,6 @@ class Stream:
 
     def _by_blank_line(self, file: int) -> bool:
         return self.blank_line and _is_text(self.files[file])
-
-
-def packed(encoder: Encoder, block_size: int) -> Callable[[list[Record]], list[Block]]:
-    """For `Stream(make=…)`: the samples of a buffer are blocks packed from its documents."""
-
-    def make(records: list[Record]) -> list[Block]:
-        encoded = list(encoder(record.document() for record in records))
-        if not encoded:
-            return []
-        tokens = np.concatenate([document.tokens for document in encoded])
-        target = np.concatenate([document.target for document in encoded])
-        starts = np.cumsum([0, *(len(document.tokens) for document in encoded)])
-        pieces = with_targets(chunks(starts, block_size), target)
-        return [Block(tokens, target, pieces[block]) for block in best_fit(np.diff(pieces)[:, 0], block_size)]
-
-    return make
 
 
 def problems(args: Any) -> list[str]:

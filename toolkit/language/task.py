@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from toolkit.data.encoding import first_position, max_tokens
 from toolkit.errors import UserError, raise_all
-from toolkit.language import head, isolation
+from toolkit.language import demo, head, isolation, stream
 from toolkit.language.corpus import build
 from toolkit.language.masking import Masker
 from toolkit.language.samples import IGNORED, Around, Windows, cut
+from toolkit.language.streamed import Streamed
 from toolkit.language.tokens import special_tokens
 from toolkit.models import check_vocabulary, load_config, load_model, load_tokenizer
 from toolkit.report.console import say, warn
@@ -38,7 +39,7 @@ class LanguageModeling:
         self.packing = args.packing or ("none" if self.masked else PACKED)
         self.packed = self.packing == PACKED
 
-    def prepare(self) -> dict[str, Windows]:
+    def prepare(self) -> dict[str, Windows | Streamed]:
         args = self.args
         raise_all(self._contradictions())
         self.config = load_config(args)
@@ -51,6 +52,9 @@ class LanguageModeling:
         self.block_size = self._block_size()
         around = Around(*special_tokens(self.tokenizer)) if self.masked else None
         self.splits = {}
+        if args.streaming:
+            check = lambda tokens: check_vocabulary(tokens, self.tokenizer, self.config)  # noqa: E731
+            self.splits["train"] = Streamed(args, self.tokenizer, self.block_size, self.packing, around, check)
         for split, corpus in build(args, self.tokenizer).items():
             check_vocabulary(corpus.tokens, self.tokenizer, self.config)
             samples = cut(corpus, self.block_size, self._how(split), around, self._stride(split))
@@ -140,7 +144,10 @@ class LanguageModeling:
         return "" if self.masked else '--prompt "Once upon a time"'
 
     def baseline(self) -> dict[str, dict[str, float]]:
-        return {}
+        """What counts of bytes know, beside the demo's model."""
+        if not demo.is_demo(self.args) or not {"train", "validation"} <= set(self.splits):
+            return {}
+        return demo.ngram_baselines(self.splits["train"].corpus, self.splits["validation"].corpus)
 
     def _how(self, split: str) -> str:
         """How a split's chunks become samples.
@@ -172,7 +179,13 @@ class LanguageModeling:
     def _contradictions(self) -> list[str]:
         args, problems = self.args, []
         if args.streaming:
-            problems.append("--streaming: training data are not read as a stream yet. Leave the flag out.")
+            problems += stream.problems(args)
+            if args.train_sampling_strategy == "group_by_length":
+                problems.append("--train_sampling_strategy group_by_length needs all training data at once.")
+            if args.dataloader_num_workers:
+                problems.append("--dataloader_num_workers: a stream is read between the steps. Leave the flag out.")
+            if self.packing == "concatenate":
+                problems.append("--packing concatenate needs all training data at once: not with --streaming.")
         if args.max_length is not None:
             problems.append("--max_length: texts are not cut off here, but divided: use --block_size.")
         if args.label_smoothing_factor:

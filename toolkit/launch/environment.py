@@ -6,6 +6,7 @@ what was obtained, it stops.
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
         UserError: the config, flags, environment and machine contradict each other, or the job that
             came about is not the one asked for.
     """
+    _end_with_launcher()
     # What config and environment both say is said once.
     raise_all(dict.fromkeys([*problems, *_asked_in_config(args), *_asked_in_environment(args)]))
     asked = int(os.environ.get("WORLD_SIZE", "1"))
@@ -98,6 +100,8 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
     if args.full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if asked > 1 and restarts():
+        _join_anew("nccl" if gpu else "gloo")
     accelerator = _accelerator(cpu=asked > 1 and not gpu)
     device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
     if accelerator.num_processes != asked:
@@ -126,6 +130,19 @@ def connect(args: Arguments, problems: Sequence[str] = ()) -> World:
         precision,
         _kind(),
     )
+
+
+def restarts() -> int:
+    """How often the launcher has restarted the group after a failure (`--max_restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _join_anew(backend: str) -> None:
+    """Make the group of a restart: the launcher's store still has the addresses of dead ranks, under the same keys."""
+    import torch.distributed as dist
+
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    dist.init_process_group(backend, store=dist.PrefixStore(str(restarts()), store), rank=rank, world_size=size)
 
 
 def _kind() -> str:
@@ -270,6 +287,17 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(top_pad, 256 * 2**20)
+
+
+def _end_with_launcher() -> None:
+    """Have SIGTERM sent to this process when its launcher dies of a signal, which else leaves it running (Linux)."""
+    import ctypes
+    from contextlib import suppress
+
+    parent_death_signal = 1  # prctl.h
+    if _launched():
+        with suppress(OSError, AttributeError):  # another system
+            ctypes.CDLL(None).prctl(parent_death_signal, int(signal.SIGTERM))
 
 
 def _launched() -> bool:

@@ -26,6 +26,7 @@ def guarded(main: Callable[[], None]) -> None:
     only it happened to. A rank that fails because another one is gone speaks when that one could not.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a launcher that ignores it hands that on
     try:
         main()
     except SystemExit:

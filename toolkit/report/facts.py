@@ -21,6 +21,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def device_name(device: torch.device) -> str:
+    """What kind of device it is."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
 def peak_memory(device: torch.device) -> int:
     """The most memory of this rank's device that tensors took; on a CPU the most that the process took."""
     if device.type == "cuda":

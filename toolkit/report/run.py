@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import time
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 
 from toolkit.arguments import Arguments, changed
+from toolkit.checkpoint.resume import AUTO, same_flags
 from toolkit.data.feed import Feed, Work
 from toolkit.data.plan import Bound, Schedule
 from toolkit.errors import UserError
-from toolkit.launch.environment import World
+from toolkit.launch.environment import World, restarts
 from toolkit.report.console import say, warn
 from toolkit.report.facts import peak_memory, versions
 from toolkit.report.progress import Progress, duration
@@ -53,20 +55,24 @@ class Run:
         self.settings: dict[str, Any] = {}
         self.losses: list[float] = []
         self.samples = self.tokens = self.padded = self.micro_batches = 0
+        self.epoch = 0.0  # epochs behind the last step
         self.folder = Path(args.output_dir or Path("output") / name)
         self.before = 0.0  # seconds of training before this process
         self.earlier = b""  # metrics.jsonl up to the step that this run goes on from
-        # A group that the launcher has restarted goes on without being asked to.
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        self.resume_from: str | None = args.resume_from_checkpoint or ("auto" if restarted else None)
-        self.overwrite = args.overwrite_output_dir or self.resume_from is not None
+        # A group that the launcher has restarted goes on without being asked to, from where it has come by now.
+        self.resume_from: str | None = AUTO if restarts() else args.resume_from_checkpoint
+        # Whether it goes on with the run of this folder, whose results then are its own.
+        self.continues = self.resume_from is not None and (
+            self.resume_from == AUTO or Path(self.resume_from).resolve().parent == self.folder.resolve()
+        )
+        self.overwrite = args.overwrite_output_dir or self.continues
         self.log: MetricsLog | None = None
         self.tracker: Tracker | None = None
 
     def __enter__(self) -> "Run":
         if self.writes:
             if not self.args.output_dir:
-                self.folder = _new_folder(self.folder)
+                self.folder = (_last_folder(self.folder) if self.continues else None) or _new_folder(self.folder)
             self.made = not self.folder.exists() or not self.args.output_dir
             check_output(self.folder, self.overwrite)
         return self
@@ -106,7 +112,7 @@ class Run:
             "micro_batch_bound": dataclasses.asdict(bound),
             "optimizer_groups": strategy.groups(),
             **strategy.size._asdict(),
-            "samples": {split: len(samples) for split, samples in splits.items()},
+            "samples": {split: len(samples) for split, samples in splits.items()} | {"train": schedule.samples},
             "data_fingerprint": {split: samples.fingerprint() for split, samples in splits.items()},
         }
 
@@ -116,7 +122,7 @@ class Run:
         self.feed, self.schedule = feed, schedule
         if self.writes:
             claim_output(self.folder, self.overwrite)
-            if self.resume_from is None:
+            if not self.continues:
                 remove_checkpoints(self.folder)  # of an earlier run, whose results go too
             self._write_settings(status="running")
             (self.folder / "metrics.jsonl").write_bytes(self.earlier)
@@ -135,6 +141,7 @@ class Run:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         number, samples = work.step.number, len(work.step.ids)
+        self.epoch = work.step.passed
         self.losses.append(update.loss)
         self.samples += samples
         self.tokens += work.tokens
@@ -142,7 +149,7 @@ class Run:
         self.micro_batches += len(work.batches)
         row = {
             "step": number,
-            "epoch": self._epoch(work),
+            "epoch": self.epoch,
             "loss": update.loss,
             "grad_norm": update.grad_norm,
             "learning_rate": lr,
@@ -165,7 +172,7 @@ class Run:
             return
         row = {f"eval_{key}": value for key, value in figures.items()}
         if self.log is not None:
-            self.log.write(step=self.steps, epoch=self.steps / self.schedule.steps_per_epoch, **row)
+            self.log.write(step=self.steps, epoch=self.epoch, **row)
         self.progress.say(f"step {self.steps}: " + line(figures))
         if self.tracker is not None:
             self.tracker.log({f"eval/{key}": value for key, value in figures.items()}, self.steps)
@@ -181,14 +188,21 @@ class Run:
         return len(self.losses)
 
     @property
+    def status(self) -> str | None:
+        """What an earlier run in this folder says of itself."""
+        return self._earlier_settings().get("status")
+
+    @property
     def finished(self) -> bool:
-        """Whether the run that shall be gone on with has come to its end."""
-        if self.resume_from is None or self.args.allow_changed:
-            return False
+        """Whether the run that shall be gone on with has come to its end, and is the one that is asked for."""
+        earlier = self._earlier_settings() if self.continues and not self.args.allow_changed else {}
+        return earlier.get("status") == "finished" and same_flags(earlier["flags"], self.args)
+
+    def _earlier_settings(self) -> dict[str, Any]:
         try:
-            return json.loads((self.folder / "run.json").read_text(encoding="utf-8")).get("status") == "finished"
+            return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return False
+            return {}
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -207,20 +221,23 @@ class Run:
     def resume(self, state: dict[str, Any], metrics: Path) -> None:
         """Go on from `state` and the metrics.jsonl beside it."""
         rows = [row for row in read_metrics(metrics) if "loss" in row]
-        self.losses = [float(row["loss"]) for row in rows]
-        self.samples = rows[-1]["samples"] if rows else 0
+        self.losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in rows]
+        self.samples, self.epoch = (rows[-1]["samples"], rows[-1]["epoch"]) if rows else (0, 0.0)
         self.tokens, self.padded = state["tokens"], state["padded"]
         self.micro_batches, self.before = state["micro_batches"], state["seconds"]
         self.earlier = metrics.read_bytes()
 
     def interrupted(self) -> None:
-        """Say how to go on."""
+        """Say how to go on, also to launch.sh."""
         if self.writes:
             self.settings["interrupted_at"] = self.steps
             self._write_settings(status="interrupted")
+        told = os.environ.get("TOOLKIT_INTERRUPTED_FILE")
+        if told and self.world.local_rank == 0:  # each machine has a launch.sh of its own
+            Path(told).write_text("interrupted\n")
         say(
-            f"asked to stop: checkpoint-{self.steps} is written; the same command with --resume_from_checkpoint auto "
-            "goes on from it"
+            f"stopped after step {self.steps} of {self.schedule.total_steps}, as asked: the same command with "
+            "--resume_from_checkpoint auto goes on from there"
         )
 
     def diagnosed(self, report: dict[str, Any]) -> None:
@@ -241,7 +258,7 @@ class Run:
         if not self.writes:
             return
         train = {
-            "epoch": self.steps / self.schedule.steps_per_epoch,
+            "epoch": self.epoch,
             "train_loss": float(np.mean(self.losses)),
             "train_runtime": self.train_seconds,
             "train_samples": self.schedule.samples,
@@ -306,9 +323,6 @@ class Run:
             rows.append(("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"))
         say(table(rows))
 
-    def _epoch(self, work: Work) -> float:
-        return work.step.number / self.schedule.steps_per_epoch
-
     def _write_settings(self, status: str) -> None:
         content = {"status": status, "task": self.name, "flags": self.flags, **self.settings, "versions": versions()}
         write_json(self.folder / "run.json", content)
@@ -317,6 +331,13 @@ class Run:
 def _plain(flags: dict[str, Any]) -> dict[str, Any]:
     plain = int | float | str | list | None
     return {key: value if isinstance(value, plain) else str(value) for key, value in flags.items()}
+
+
+def _last_folder(folder: Path) -> Path | None:
+    """The last one that `_new_folder` has made."""
+    numbers = {path: path.name.removeprefix(f"{folder.name}-") for path in folder.parent.glob(f"{folder.name}-*")}
+    made = {int(number): path for path, number in numbers.items() if number.isdecimal() and path.is_dir()}
+    return made[max(made)] if made else folder if folder.is_dir() else None
 
 
 def _new_folder(folder: Path) -> Path:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.report.console import say
+from toolkit.strategy.portable import Entry, Patience, Read, forever
 from toolkit.task import Batch, Task
 
 if TYPE_CHECKING:
-    from toolkit.strategy.portable import Entry, Read
     from toolkit.strategy.precision import Precision
 
 NORMALISATION = re.compile(r"norm|\bln(_|\d|\b)", re.IGNORECASE)
@@ -146,7 +146,7 @@ class Strategy(Protocol):
     def infer(self, batch: Batch) -> Mapping[str, Tensor]:
         """The model's outputs."""
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def total(self, values: Sequence[float], patience: Patience = forever) -> list[float]:
         """Sums over data ranks, on the host."""
 
     def gather(self, rows: Tensor) -> list[Tensor]:
@@ -167,11 +167,12 @@ class Strategy(Protocol):
     def held(self) -> dict[str, int]:
         """Bytes that this rank holds as parameters, gradients and optimizer state, between `run` and `update`."""
 
-    def entries(self) -> dict[str, "Entry"]: ...  # see toolkit.strategy.portable, here and below
+    def entries(self) -> dict[str, Entry]: ...  # see toolkit.strategy.portable, here and below
     def holders(self, key: str) -> Sequence[int]: ...
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]: ...
-    def restore(self, read: "Read", updates: int) -> None: ...
-    def agree(self, flag: bool) -> bool: ...
+    def restore(self, read: Read, updates: int) -> None: ...
+    def agree(self, flag: bool, patience: Patience = forever) -> bool: ...
+    def words(self, word: str) -> list[str]: ...
     def share(self, word: str) -> str: ...
 
     def shell(self) -> nn.Module:

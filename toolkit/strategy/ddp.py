@@ -29,13 +29,14 @@ class DDP(Distributed):
             gradient_as_bucket_view=True,
             forward_sync_buffers=batch_norm,
         )
-        # DDP sums in another order from its second backward on. Taking the first one here, on a batch
-        # that counts for nothing, makes a run that starts anew bit-equal to one that goes on.
+        # DDP sums in another order from its second backward on, and divides gradients that lie in its buckets where
+        # it multiplies others by the inverse. Taking the first backward here, on a batch that counts for nothing,
+        # makes a run that starts anew bit-equal to one that goes on.
         self.forward = wrapped
         with self.precision.autocast():
             loss = self.rows(probe.to(self.device))[:0].sum()
         loss.backward()
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         return wrapped
 
     def synchronised(self, last: bool) -> AbstractContextManager:

@@ -1,13 +1,18 @@
 """Several processes: which ranks share a micro-batch, and what data ranks tell each other."""
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.launch.environment import World
+from toolkit.strategy.portable import Patience, forever
 from toolkit.strategy.single import SingleProcess
+
+BREATH = timedelta(seconds=1)
 
 
 class Distributed(SingleProcess):
@@ -38,21 +43,35 @@ class Distributed(SingleProcess):
         dist.all_reduce(loss, group=self.data_group)
         return loss
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def total(self, values: Sequence[float], patience: Patience = forever) -> list[float]:
         # Over all ranks, so that those of one model hear of the same things in the same step.
         numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, group=self.everyone)
+        self._exchange(numbers, dist.ReduceOp.SUM, patience)
         return (numbers / self.model_ranks).tolist()
 
-    def agree(self, flag: bool) -> bool:
+    def agree(self, flag: bool, patience: Patience = forever) -> bool:
         found = torch.tensor(flag, dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.everyone)
+        self._exchange(found, dist.ReduceOp.MAX, patience)
         return bool(found)
 
-    def share(self, word: str) -> str:
-        words = [word]
-        dist.broadcast_object_list(words, 0, group=self.everyone)
-        return words[0]
+    def _exchange(self, numbers: Tensor, operation: dist.ReduceOp, patience: Patience) -> None:
+        """All-reduce that comes up for air: signals are heard, and patience may come to an end."""
+        started = time.monotonic()
+        work = dist.all_reduce(numbers, operation, group=self.everyone, async_op=True)
+        while True:
+            try:
+                work.wait(BREATH)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            if time.monotonic() - started > patience():
+                raise dist.DistBackendError("another rank does not answer")
+
+    def words(self, word: str) -> list[str]:
+        said = [""] * self.world_size
+        dist.all_gather_object(said, word, group=self.everyone)
+        return said
 
     def gather(self, rows: Tensor) -> list[Tensor]:
         counts = self.total([len(rows) if rank == self.data_rank else 0 for rank in range(self.data_world)])

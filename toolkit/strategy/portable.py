@@ -4,6 +4,7 @@ So a checkpoint written under one strategy is read under any other. Names are `m
 `<moment>/<parameter>`; tied parameters come once.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 
 MODEL = "model"
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # as torch names the state of each optimizer
+Patience = Callable[[], float]
 Read = Callable[[str, str], Tensor]  # kind, name -> the full tensor on the CPU
+
+
+def forever() -> float:
+    """Seconds that are never over."""
+    return math.inf
 
 
 class Entry(NamedTuple):
@@ -111,10 +118,18 @@ class Portable:
         """Write this rank's part of a full CPU tensor into `target`, cut as the model's tensor `like` is."""
         target.copy_(full)
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank of the job says so. Collective, and so a barrier."""
+    def agree(self, flag: bool, patience: Patience = forever) -> bool:
+        """Whether any rank of the job says so. Collective, and so a barrier.
+
+        Args:
+            patience: asked again and again how many seconds to wait for the others in all.
+        """
         return flag
+
+    def words(self, word: str) -> list[str]:
+        """Every rank's word, in order of rank, on all of them. Collective."""
+        return [word]
 
     def share(self, word: str) -> str:
         """Rank 0's word, on every rank. Collective."""
-        return word
+        return self.words(word)[0]

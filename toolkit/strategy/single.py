@@ -19,7 +19,7 @@ from toolkit.strategy.base import (
     stored,
     without_gradient,
 )
-from toolkit.strategy.portable import Portable
+from toolkit.strategy.portable import Patience, Portable, forever
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
 
@@ -141,7 +141,7 @@ class SingleProcess(Portable):
     def infer(self, batch: Batch) -> Mapping[str, Tensor]:
         return self.model(**batch.to(self.device).inputs)
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def total(self, values: Sequence[float], patience: Patience = forever) -> list[float]:
         return list(values)
 
     def gather(self, rows: Tensor) -> list[Tensor]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from toolkit.strategy.distributed import Distributed
 from toolkit.strategy.portable import MODEL, Read
@@ -28,8 +29,6 @@ class ZeROState(Distributed):
                 yield f"{moment}/{name}", torch.zeros(shape) if full is None else full.detach().view(shape)
 
     def restore(self, read: Read, updates: int) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
         if updates and self.moments:
             self._make_state()
         with torch.no_grad():
@@ -38,10 +37,10 @@ class ZeROState(Distributed):
                 self._put_working(tensor, full)
                 if name in self.parameters:
                     # The engine steps from masters of its own, of which the weights are copies.
-                    safe_set_full_fp32_param(tensor, full)
+                    self._put_state(tensor, full)
             for moment in self.moments if updates else ():
                 for name, p in self.parameters.items():
-                    safe_set_full_optimizer_state(p, read(moment, name).to(self.device), moment)
+                    self._put_state(p, read(moment, name).to(self.device), moment)
         for state in self.optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"], dtype=torch.float32), updates)
@@ -74,6 +73,20 @@ class ZeROState(Distributed):
 
         with zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
+
+    def _put_state(self, parameter: nn.Parameter, full: Tensor, *moment: str) -> None:
+        """This rank's part of a parameter's master, or of a moment."""
+        from deepspeed import utils
+
+        if self.stage < 3:
+            put = utils.safe_set_full_optimizer_state if moment else utils.safe_set_full_fp32_param
+            put(parameter, full, *moment)
+            return
+        # The engine's own way to set a full tensor fails where the ranks do not divide it: the last part is padded.
+        size = parameter.ds_tensor.numel()
+        padded = F.pad(full.flatten(), (0, size * self.world_size - full.numel()))
+        put = utils.safe_set_local_optimizer_state if moment else utils.safe_set_local_fp32_param
+        put(parameter, padded[size * self.rank : size * (self.rank + 1)], *moment)
 
     def _put_working(self, tensor: Tensor, full: Tensor) -> None:
         """What the passes use."""
