@@ -116,7 +116,7 @@ set -m
     trap '' TERM INT USR1
     export PET_SIGNALS_TO_HANDLE=SIGHUP,SIGQUIT TOOLKIT_INTERRUPTED_FILE=$told
     exec "${command[@]}"
-) &
+) </dev/null & # which could not read from the terminal
 job=$!
 children() { cat "/proc/$job/task/"*/children 2>/dev/null || pgrep -P "$job"; }
 for signal in TERM INT USR1; do trap "kill -$signal \$(children) 2>/dev/null || true" "$signal"; done

@@ -12,6 +12,7 @@ import signal
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Timer
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,8 +28,20 @@ def main() -> None:
 
 
 @contextmanager
-def armed(moment: str, step: int, rank: int = 0, signal: str = "SIGKILL", to: str = "self", times: int = 1):
-    """Have the signal sent when this rank comes by the moment for the second time after `step` steps."""
+def armed(
+    moment: str,
+    step: int,
+    rank: int = 0,
+    signal: str = "SIGKILL",
+    to: str = "self",
+    times: int = 1,
+    delay: float | None = None,
+):
+    """Have the signal sent when this rank comes by the moment after `step` steps.
+
+    Args:
+        delay: seconds by which it comes later than that.
+    """
     from toolkit import evaluate
     from toolkit.checkpoint.save import Saver
     from toolkit.checkpoint.tensors import TensorFile
@@ -48,7 +61,7 @@ def armed(moment: str, step: int, rank: int = 0, signal: str = "SIGKILL", to: st
         if int(os.environ.get("RANK", "0")) == rank and run is not None and run.steps == step:
             calls += 1
             for _ in range(times if calls == wanted else 0):
-                send(signal, to)
+                send(signal, to) if delay is None else Timer(delay, send, (signal, to)).start()
         return passed(*args, **more)
 
     def training(self, *rest):

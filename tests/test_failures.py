@@ -50,6 +50,7 @@ def test_a_killed_rank(flags, tmp_path, rank, processes):
     assert f"rank      : {rank} " in root_cause(result.stderr) and "SIGKILL" in root_cause(result.stderr)
     assert result.stderr.count(lines[-1].split("] ")[-1]) == 2
     assert [row["step"] for row in read_rows(out)] == [1, 2, 3, 4, 5]
+    assert not list(out.glob("checkpoint-*"))  # a survivor's SIGTERM is no notice to heed
 
 
 def test_an_exception_in_one_rank(flags, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,41 @@ def test_it_starts_the_command_and_passes_its_exit_code(launch, tmp_path):
     assert code == 0 and output.startswith("started [launch] [--quiet]") and output.endswith("[--train_file] [a b.csv]")
     (tmp_path / "tools" / "accelerate").write_text("#!/bin/bash\nexit 7\n")
     assert launch("multi_gpu", "classify")[0] == 7
+
+
+# A rank in a session of its own, as torchrun starts them, that stops with a checkpoint when it is told to.
+RANK = """
+import os, pathlib, signal, sys, time
+def stop(number, frame):
+    pathlib.Path(os.environ["TOOLKIT_INTERRUPTED_FILE"]).write_text("interrupted")
+    sys.exit(0)
+os.setsid()
+signal.signal(signal.{}, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_stop_is_for_the_ranks_and_has_its_exit_code(name, launch, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK.format(name))
+    rank = f'"{sys.executable}" "{tmp_path}/rank.py" &\nwait'
+    # A scheduler may send the signal to the launcher as well, which must outlive the ranks.
+    launch("--dry-run", "multi_gpu", "classify")  # makes the stubs
+    (tmp_path / "tools" / "accelerate").write_text(f"#!/bin/bash\n{rank}\n")
+    process = subprocess.Popen(
+        [str(ROOT / "launch.sh"), "multi_gpu", "classify"],
+        env={**os.environ, "PATH": f"{tmp_path / 'tools'}:{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    launcher = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if launcher.exists():
+        os.kill(int(launcher.read_text().split()[0]), getattr(signal, name))
+    process.send_signal(getattr(signal, name))
+    assert process.wait(20) == 75
+    process.stdout.close()
 
 
 def test_a_config_file_of_ones_own(launch, tmp_path):

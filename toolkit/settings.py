@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.arguments import Arguments
+from toolkit.arguments import Arguments, changed
 from toolkit.data.plan import Schedule, StreamSchedule
 from toolkit.errors import raise_all
 
@@ -32,7 +32,8 @@ def check_flags(args: Arguments) -> list[str]:
     """What is wrong with the flags by themselves, whatever data and machine."""
     whole = (
         "global_batch_size per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size "
-        "max_steps logging_steps max_train_samples max_eval_samples max_length preprocessing_num_workers"
+        "max_steps logging_steps max_train_samples max_eval_samples max_length preprocessing_num_workers "
+        "save_total_limit early_stopping_patience"
     )
     problems = [
         f"--{name} {value}: expected at least 1."
@@ -61,7 +62,7 @@ def check_flags(args: Arguments) -> list[str]:
         problems.append(f"--dropout {args.dropout}: expected a number from 0 to below 1.")
     if not 0 < args.num_train_epochs < math.inf:
         problems.append(f"--num_train_epochs {args.num_train_epochs}: expected a number above 0.")
-    for name in ("warmup_steps", "eval_steps"):
+    for name in ("warmup_steps", "eval_steps", "save_steps"):
         steps = getattr(args, name) or 0.0
         if 1 <= steps < math.inf and steps != int(steps):
             problems.append(f"--{name} {steps}: a whole number of steps, or a share of them below 1.")
@@ -69,8 +70,14 @@ def check_flags(args: Arguments) -> list[str]:
         problems.append("--eval_strategy steps needs --eval_steps.")
     if args.eval_strategy != "steps" and args.eval_steps is not None:
         problems.append(f"--eval_steps has no effect with --eval_strategy {args.eval_strategy}: use steps.")
-    if args.eval_steps is not None and not 0 < args.eval_steps < math.inf:
-        problems.append(f"--eval_steps {args.eval_steps}: a number of steps, or a share of them below 1.")
+    if args.save_strategy != "steps" and "save_steps" in getattr(args, "given", changed(args)):
+        problems.append(f"--save_steps has no effect with --save_strategy {args.save_strategy}: use steps.")
+    for name in ("eval_steps", "save_steps"):
+        steps = getattr(args, name)
+        if steps is not None and not 0 < steps < math.inf:
+            problems.append(f"--{name} {steps}: a number of steps, or a share of them below 1.")
+    if args.allow_changed and not args.resume_from_checkpoint:
+        problems.append("--allow_changed has no effect without --resume_from_checkpoint.")
     if args.lr_scheduler_type == "constant" and args.warmup_steps:
         problems.append("--warmup_steps has no effect with a constant schedule: use constant_with_warmup.")
     if args.lr_scheduler_type == "polynomial" and args.learning_rate <= POLYNOMIAL_END:

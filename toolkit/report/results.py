@@ -155,6 +155,27 @@ def check_output(path: Path, overwrite: bool) -> list[str]:
     return results
 
 
+def last_folder(folder: Path) -> Path | None:
+    """The last one that `new_folder` has made."""
+    numbers = {path: path.name.removeprefix(f"{folder.name}-") for path in folder.parent.glob(f"{folder.name}-*")}
+    made = {int(number): path for path, number in numbers.items() if number.isdecimal() and path.is_dir()}
+    return made[max(made)] if made else folder if folder.is_dir() else None
+
+
+def new_folder(folder: Path) -> Path:
+    """Make `folder`, or where runs have been before, `folder-2`, `folder-3`, …; two runs never get the same."""
+    count, free = 1, folder
+    while True:
+        try:
+            free.mkdir(parents=True)
+            return free
+        except FileExistsError:
+            count += 1
+            free = folder.with_name(f"{folder.name}-{count}")
+        except OSError as error:
+            raise UserError(f"the folder {free} cannot be made: {error.strerror}. Give an --output_dir.") from None
+
+
 def _few(names: list[str]) -> str:
     rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + rest

@@ -19,7 +19,6 @@ from toolkit.arguments import Arguments, changed
 from toolkit.checkpoint.resume import AUTO, same_flags
 from toolkit.data.feed import Feed, Work
 from toolkit.data.plan import Bound, Schedule
-from toolkit.errors import UserError
 from toolkit.launch.environment import World, restarts
 from toolkit.report.console import say, warn
 from toolkit.report.facts import peak_memory, versions
@@ -28,6 +27,8 @@ from toolkit.report.results import (
     MetricsLog,
     check_output,
     claim_output,
+    last_folder,
+    new_folder,
     read_metrics,
     remove_checkpoints,
     write_json,
@@ -72,7 +73,7 @@ class Run:
     def __enter__(self) -> "Run":
         if self.writes:
             if not self.args.output_dir:
-                self.folder = (_last_folder(self.folder) if self.continues else None) or _new_folder(self.folder)
+                self.folder = (last_folder(self.folder) if self.continues else None) or new_folder(self.folder)
             self.made = not self.folder.exists() or not self.args.output_dir
             check_output(self.folder, self.overwrite)
         return self
@@ -331,24 +332,3 @@ class Run:
 def _plain(flags: dict[str, Any]) -> dict[str, Any]:
     plain = int | float | str | list | None
     return {key: value if isinstance(value, plain) else str(value) for key, value in flags.items()}
-
-
-def _last_folder(folder: Path) -> Path | None:
-    """The last one that `_new_folder` has made."""
-    numbers = {path: path.name.removeprefix(f"{folder.name}-") for path in folder.parent.glob(f"{folder.name}-*")}
-    made = {int(number): path for path, number in numbers.items() if number.isdecimal() and path.is_dir()}
-    return made[max(made)] if made else folder if folder.is_dir() else None
-
-
-def _new_folder(folder: Path) -> Path:
-    """Make `folder`, or where runs have been before, `folder-2`, `folder-3`, …; two runs never get the same."""
-    count, free = 1, folder
-    while True:
-        try:
-            free.mkdir(parents=True)
-            return free
-        except FileExistsError:
-            count += 1
-            free = folder.with_name(f"{folder.name}-{count}")
-        except OSError as error:
-            raise UserError(f"the folder {free} cannot be made: {error.strerror}. Give an --output_dir.") from None
