@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-WAYS = {"none": ["--save_strategy", "no"], "save": [], "async": ["--async_save"]}
+SAVING = ["--save_strategy", "steps", "--save_total_limit", "1", "--save_steps"]
+WAYS = {"none": ["--save_strategy", "no"], "save": SAVING, "async": ["--async_save", *SAVING]}
 
 
 def worker(runs):
@@ -68,16 +69,7 @@ def main():
             for way, more in WAYS.items():
                 out = folder / f"{way}{repetition}"
                 words = ["--output_dir", out, "--max_steps", args.steps, "--eval_strategy", "no"]
-                words += [
-                    "--save_strategy",
-                    "steps",
-                    "--save_steps",
-                    args.every,
-                    "--save_total_limit",
-                    1,
-                    *more,
-                    *flags,
-                ]
+                words += [*more, *([] if way == "none" else [args.every]), *flags]
                 runs.append({"flags": [str(word) for word in words], "way": way, "out": str(out)})
         file = folder / "runs.json"
         file.write_text(json.dumps(runs))

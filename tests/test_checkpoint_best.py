@@ -177,11 +177,11 @@ def test_m05_the_limit_and_what_it_spares(files, tmp_path):
     assert [step for step, _ in named(tmp_path / "b")] == [12, 4]  # the newest and the best
 
 
-@pytest.mark.parametrize("more", [[], ["--async_save"], ["--save_strategy", "no"]])
+@pytest.mark.parametrize("more", [{}, {"async_save": True}, {"save_strategy": "no", "save_steps": None}], ids=str)
 def test_the_best_weights_are_taken_back(more, files, tmp_path, capfd):
     accuracies = [0.5, 0.7, 0.9, 0.9, 0.2, 0.1, 0.6]
     with scored(accuracies):
-        run_here(flags(files, tmp_path / "best", *BEST, *more, **EVERY, save_total_limit=1))
+        run_here(flags(files, tmp_path / "best", *BEST, **{**EVERY, "save_total_limit": 1, **more}))
     assert "the best evaluation was at step 6, accuracy 0.9: its weights are used" in capfd.readouterr().err
     run_here(flags(files, tmp_path / "plain", **{**EVERY, "save_steps": 6, "save_total_limit": 9}))
     assert same(weights(tmp_path / "best"), weights(tmp_path / "plain" / "checkpoint-6"))
