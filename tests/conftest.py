@@ -1,6 +1,7 @@
 """Shared fixtures: real data where it can be had, and tiny models made on the spot."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+# A shell that starts this in the background has SIGINT ignored, here and in all that is started from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models gain nothing from threads, and lose minutes to them where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -521,13 +521,17 @@ def test_an_overflowing_perplexity_is_infinite(llama):
     assert task.score("validation", np.array([[1600.0, 2.0]]))["perplexity"] == math.inf
 
 
-def test_model_and_data_are_asked_for_until_there_is_a_demo():
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--objective", "masked"], "--model_name_or_path"), (["--validation_file", "x"], "--train_file")],
+)
+def test_what_the_demo_has_no_default_for(words, said):
     from tasks.language_modeling import LanguageModelingArguments
     from toolkit.arguments import parse
     from toolkit.language.demo import set_demo_flags
 
-    with pytest.raises(UserError, match="--train_file"):
-        set_demo_flags(parse(LanguageModelingArguments, []))
+    with pytest.raises(UserError, match=said):
+        set_demo_flags(parse(LanguageModelingArguments, words))
 
 
 # Real text

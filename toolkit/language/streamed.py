@@ -18,7 +18,7 @@ from toolkit.task import Drawn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRIED = 64  # samples that model and memory are tried with
+TRIED = 256  # samples that model and memory are tried with
 CHUNKS = 2**32  # more than a record can have
 
 
