@@ -157,9 +157,9 @@ def trained_model(words):
     kept = {}
     export = Run.export
 
-    def keep(self, model, *rest):
-        kept["model"] = model
-        return export(self, model, *rest)
+    def keep(self, strategy, *rest):
+        kept["model"] = strategy.model
+        return export(self, strategy, *rest)
 
     with mock.patch.object(Run, "export", keep):
         run_here(words)
