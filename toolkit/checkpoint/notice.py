@@ -51,8 +51,9 @@ class Notice:
         """How many seconds this rank waits for the others in a step.
 
         A launcher that finds one rank dead sends SIGTERM to the rest, which must not wait for it until they are killed.
+        Before the first step nothing is known of how long they may take.
         """
-        return ANSWER + self.slowest if self.come else math.inf
+        return ANSWER + self.slowest if self.come and self.slowest else math.inf
 
     def _listen(self, numbers: tuple[int, ...]) -> None:
         self._before |= {number: signal.signal(number, self._note) for number in numbers}
