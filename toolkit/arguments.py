@@ -136,7 +136,13 @@ class Arguments:
     # Evaluation, logging, output
     eval_strategy: str = flag("epoch", "When to evaluate beside the end of training.", ("no", "steps", "epoch"))
     eval_steps: float | None = flag(None, "Steps between evaluations; below 1 a share of all steps.")
-    diagnostics: bool = flag(False, "Measure a step: bytes sent and held, idle share, replicas; diagnostics.json.")
+    diagnostics: bool = flag(
+        False, "Measure a step: bytes sent and held, idle share, replicas, peak memory; diagnostics.json."
+    )
+    profile: bool = flag(
+        False,
+        "The same, and what the time of steps 4 to 6 is spent on: data, forward, backward, communication, optimizer.",
+    )
     save_strategy: str = flag(
         "epoch", "When to write a checkpoint in the course of training.", ("no", "steps", "epoch")
     )

@@ -11,6 +11,7 @@ from toolkit.errors import UserError, nearest
 COMMANDS = {
     "check": ("toolkit.launch.check", "does an accelerate config fit this machine and these flags?"),
     "checkpoint": ("toolkit.checkpoint.command", "show or verify checkpoints, or export a model from one"),
+    "compare": ("toolkit.launch.compare", "which config is faster, which needs less memory? measured on this machine"),
     "generate": ("toolkit.generate", "let a language model go on with a text"),
     "parity": ("toolkit.launch.parity", "is the training the same under every config? on your own task"),
     "predict": ("toolkit.predict", "label texts with a finished run"),

@@ -174,7 +174,7 @@ def _finish(task: Task, strategy: Strategy, evaluation: "Evaluation", run: Run, 
     """The model, before anything else can fail; then the final evaluation, predictions and summary."""
     if run.args.load_best_model_at_end:
         session.load_best()
-    if run.args.diagnostics:
+    if run.args.diagnostics or run.args.profile:
         from toolkit.strategy.diagnostics import report
 
         run.diagnosed(report(strategy))

@@ -15,6 +15,7 @@ from toolkit.checkpoint.notice import Notice
 from toolkit.data.feed import Feed, Work
 from toolkit.errors import UserError
 from toolkit.launch.environment import restart_command
+from toolkit.phases import phase
 from toolkit.report.console import say, warn
 from toolkit.strategy.base import Seed, Strategy, Update
 from toolkit.strategy.memory import out_of_memory
@@ -58,7 +59,8 @@ class Stepper:
         if weight <= 0:
             raise UserError(f"step {number}: none of the samples {_some(work)} has a target to learn from.")
         loss, work = self._run(work, weight)
-        update = self.strategy.update(self.learning_rate(number), loss)
+        with phase("optimizer"):
+            update = self.strategy.update(self.learning_rate(number), loss)
         if not update.applied:
             self._judge(work, update)
         self.notice.slowest = max(self.notice.slowest, time.monotonic() - started)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.plan import Bound, Schedule, Step, StreamSchedule, cut
+from toolkit.phases import fetched
 from toolkit.task import Batch, Samples, Task
 
 # The fixed cost of a micro-batch, in padded tokens: small on a CPU, where finer cuts save padding, large
@@ -78,7 +79,7 @@ class Feed:
         """The work of the steps after the first `done` ones, behind which a stream is at `position`."""
         while done < self.schedule.total_steps:
             bound = self.bound
-            for work in self._ahead(done) if self.workers else self._here(done):
+            for work in fetched(self._ahead(done) if self.workers else self._here(done)):
                 done = work.step.number
                 self.position = work.step.drawn.position if work.step.drawn else None
                 yield work

@@ -58,8 +58,12 @@ class Case:
         """What stops this case from running here."""
         return problems(self.config, machine, [*task_flags, *self.flags])
 
-    def run(self, script: Path, task_flags: Sequence[str], log: Path) -> int:
-        """Launch it and wait; the exit code. What it prints goes to `log`. Ctrl-C ends it too."""
+    def run(self, script: Path, task_flags: Sequence[str], log: Path, limit: float | None = None) -> int | None:
+        """Launch it and wait; the exit code. What it prints goes to `log`. Ctrl-C ends it too.
+
+        Args:
+            limit: seconds after which it is ended; the answer is then None.
+        """
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
         command += ["--config_file", str(self.config.path), "--num_processes", str(self.processes)]
         command += [str(script), *task_flags, *self.flags]
@@ -68,10 +72,22 @@ class Case:
         with log.open("w", encoding="utf-8") as stream:
             process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
             try:
-                return process.wait()
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return None
             finally:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)
+                    _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a launch with all its ranks; the launcher gives them 30 seconds."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(40)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def last_error(log: Path) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -30,7 +31,17 @@ def peak_memory(device: torch.device) -> int:
     """The most memory of this rank's device that tensors took; on a CPU the most that the process took."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
+    return peak_resident()
 
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+def peak_resident() -> int:
+    """The most bytes of main memory that this process took."""
+    try:
+        # Linux's other count, that of getrusage, begins with what the launcher took before it became this process.
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -242,7 +242,7 @@ class Run:
         )
 
     def diagnosed(self, report: dict[str, Any]) -> None:
-        """Write what `--diagnostics` measured."""
+        """Write what `--diagnostics` and `--profile` measured."""
         if self.writes:
             write_json(self.folder / "diagnostics.json", report)
 

@@ -8,11 +8,11 @@ from toolkit.strategy.base import Strategy
 def choose(world: World, args: Arguments) -> Strategy:
     """The strategy for what the launcher started and the flags ask."""
     strategy = _choose(world, args)
-    if not args.diagnostics:
+    if not (args.diagnostics or args.profile):
         return strategy
     from toolkit.strategy.diagnostics import Measured
 
-    return Measured(strategy)
+    return Measured(strategy, args.profile)
 
 
 def _choose(world: World, args: Arguments) -> Strategy:

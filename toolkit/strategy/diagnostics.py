@@ -1,6 +1,7 @@
-"""What a step costs: bytes sent, bytes held, time waited; and whether replicas stayed identical."""
+"""What a step costs: bytes sent and held, time waited, memory, energy; and whether replicas stayed identical."""
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.phases import Phases
+from toolkit.report.facts import peak_resident
 from toolkit.strategy.base import Seed, Strategy, Update
 from toolkit.task import Batch
 
@@ -19,18 +22,27 @@ class Measured:
     """A strategy that does what the given one does, and measures one step of it.
 
     Every rank holds its own figures; `report` puts them together.
+
+    Args:
+        profile: also what the time of some steps is spent on.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, profile: bool) -> None:
         self.strategy = strategy
         self.traffic = Traffic()
         self.held: dict[str, int] = {}
+        self.phases = Phases() if profile else None
+        self.began: float | None = None  # when the first step did, in seconds since 1970
+        self.energy: list[float] = []  # behind each step, in joules
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.strategy, name)
 
     def run(self, batches: Sequence[Batch], weight: float, seed: Seed) -> Tensor:
+        self.began = self.began or time.time()
         self.measuring = seed.step == MEASURED_STEP
+        if self.phases:
+            self.phases.before(seed.step)
         if not self.measuring:
             return self.strategy.run(batches, weight, seed)
         with self.traffic:
@@ -38,10 +50,14 @@ class Measured:
 
     def update(self, lr: float, loss: Tensor) -> Update:
         if not self.measuring:
-            return self.strategy.update(lr, loss)
-        self.held = self.strategy.held()  # gradients are still there, and the optimizer's state is from the step before
-        with self.traffic:
-            return self.strategy.update(lr, loss)
+            update = self.strategy.update(lr, loss)
+        else:
+            self.held = self.strategy.held()  # gradients are still there, the optimizer's state is the last step's
+            with self.traffic:
+                update = self.strategy.update(lr, loss)
+        used = energy(self.strategy)
+        self.energy += [] if used is None else [used]
+        return update
 
 
 def report(strategy: Strategy) -> dict[str, Any]:
@@ -51,6 +67,10 @@ def report(strategy: Strategy) -> dict[str, Any]:
         "bytes_held": strategy.held,
         "idle_share": getattr(strategy, "idle", None),
         "expected_idle_share": getattr(strategy, "expected_idle", None),
+        "memory": [peak_memory(device) | {"device": str(device)} for device in devices(strategy)],
+        "began": strategy.began,
+        "energy": strategy.energy,
+        "phases": strategy.phases and strategy.phases.seconds,
         "checksums": [(name, part, _checksum(tensor)) for name, part, tensor in strategy.parts()],
     }
     ranks: list[Any] = [own]
@@ -59,6 +79,42 @@ def report(strategy: Strategy) -> dict[str, Any]:
         dist.all_gather_object(ranks, own)
     checksums = [entry for rank in ranks for entry in rank.pop("checksums")]
     return {"ranks": ranks, "replicas": compare_replicas(checksums)}
+
+
+def devices(strategy: Strategy) -> list[torch.device]:
+    """The devices that this process computes on."""
+    if strategy.device.type == "cuda" and strategy.devices > 1:
+        return [torch.device("cuda", index) for index in range(strategy.devices)]
+    return [strategy.device]
+
+
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """The most bytes that were taken since training began: on a GPU by tensors, and by the allocator with what it
+    keeps for later; and by the process in main memory, since it started.
+    """
+    on_gpu = device.type == "cuda"
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "peak_resident": peak_resident(),
+    }
+
+
+def energy(strategy: Strategy) -> float | None:
+    """Joules that the devices of this process have used since their driver was loaded; None where none tells."""
+    if strategy.device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        ids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices(strategy)]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(id) for id in ids]
+        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles)) / 1000
+    except pynvml.NVMLError:
+        return None
 
 
 def compare_replicas(checksums: Iterable[tuple[str, str, str]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.launch.environment import World
+from toolkit.phases import phase
 from toolkit.report.console import say, warn
 from toolkit.strategy.anatomy import examine
 from toolkit.strategy.base import OptimizerRule, Seed, Size, describe_unused
@@ -98,13 +99,14 @@ class Pipeline(Distributed):
         self.gradient.flush()
         dist.all_reduce(total)  # only last stages have a loss
         self.clock.stop()
-        self._sum_gradients()
+        with phase("communication"):
+            self._sum_gradients()
         return total
 
     def _forward(self, batch: Batch, weight: float) -> tuple[Tensor | None, Tensor]:
         """What the stage received and what it gives: a hidden state or, on the last stage, the loss."""
         received = self._receive(batch)
-        with self.clock.busy():
+        with self.clock.busy(), phase("forward"):
             if received is not None:
                 received.requires_grad_()
             given = self.stage(batch.inputs, received)
@@ -117,7 +119,7 @@ class Pipeline(Distributed):
 
     def _backward(self, received: Tensor | None, given: Tensor) -> None:
         gradient = None if self.stage.last else self.gradient.receive(torch.empty_like(given))
-        with self.clock.busy():
+        with self.clock.busy(), phase("backward"):
             if gradient is None:
                 self.precision.backward(given)
             else:

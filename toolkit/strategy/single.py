@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, is_tensor, nn
 
 from toolkit.launch.environment import World
+from toolkit.phases import phase
 from toolkit.report.console import warn
 from toolkit.strategy.base import (
     OptimizerRule,
@@ -62,8 +63,10 @@ class SingleProcess(Portable):
                 self.running = index
                 self.seed(seed.of(self.data_rank, index))
                 with self.synchronised(index == len(batches) - 1):
-                    loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
-                    self.backward(loss * self.data_world)
+                    with phase("forward"):
+                        loss = self.rows(batch.to(self.device))[: len(batch.ids)].sum() / weight
+                    with phase("backward"):
+                        self.backward(loss * self.data_world)
                 total += loss.detach()
         return self.reduce(total)
 
