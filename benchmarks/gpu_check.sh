@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# One GPU in under 8 minutes: speed, memory and parity of single, bf16 and fp16, and the share of the
-# device's measured matrix rate that a training step reaches.      benchmarks/gpu_check.sh [OUTPUT_DIR]
+# One GPU in under 8 minutes: speed, memory and parity of single, bf16, fp16, ZeRO-2 and FSDP2 (and DataParallel where
+# there are two), and the share of the device's measured matrix rate that a step reaches.
+#     benchmarks/gpu_check.sh [OUTPUT_DIR]
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -39,9 +39,10 @@ def main(argv: Sequence[str]) -> int:
     options = _options(own)
     folder = options.output_dir
     if options.earlier:
+        earlier = [_read(file) for file in options.earlier]
         from toolkit.report.comparison import merge
 
-        comparison = merge([_read(file) for file in options.earlier])
+        comparison = merge(earlier)
     else:
         comparison = measure(options, script, task_flags)
     folder.mkdir(parents=True, exist_ok=True)
