@@ -106,14 +106,14 @@ def test_charts_and_table_have_the_numbers(browser, pages):
     assert values(browser, "[aria-labelledby=where-the-time-of-a-step-goes] .bars rect") == [
         config["phases"][phase] for config in ran for phase in PHASES
     ]
-    assert values(browser, ".sortable tbody td:nth-child(3)")[:-1] == speeds
+    assert values(browser, ".sortable tbody td:nth-child(4)")[:-1] == speeds
     # A bar's length on the screen is in proportion.
     bars = browser.find_elements(By.CSS_SELECTOR, "[aria-labelledby=throughput] rect")
     widths = [browser.execute_script("return arguments[0].getBoundingClientRect().width", bar) for bar in bars]
     assert [width / widths[2] for width in widths] == pytest.approx([speed / speeds[2] for speed in speeds], rel=1e-3)
     # What the charts say in words is what the table says.
     shown = [e.text for e in browser.find_elements(By.CSS_SELECTOR, "[aria-labelledby=throughput] .value")]
-    assert [text.removesuffix(" samples/s") for text in shown] == column(browser, 2)[:-1]
+    assert [text.replace(" (", "\n").rstrip(")") for text in shown] == column(browser, 3)[:-1]
     body = browser.find_element(By.TAG_NAME, "body").text
     assert "failed: out of memory in step 2: 140 GB of 139 GB" in body
     assert "cuda:0 holds 1.42 x the mean, and runs out first" in body  # 2 / (1 + 0.41)
@@ -134,17 +134,17 @@ def test_the_keyboard_is_enough(browser, pages):
     before = toggle.get_attribute("aria-pressed")
     tab_to(browser, toggle).send_keys(Keys.ENTER)
     assert toggle.get_attribute("aria-pressed") != before
-    heading = browser.find_elements(By.CSS_SELECTOR, ".sortable thead th")[2]
+    heading = browser.find_elements(By.CSS_SELECTOR, ".sortable thead th")[3]
     names = column(browser, 0)
     button = tab_to(browser, heading.find_element(By.TAG_NAME, "button"))
     assert button.value_of_css_property("outline-style") == "solid"  # the focus is seen
     button.send_keys(Keys.ENTER)
     assert heading.get_attribute("aria-sort") == "descending"
-    assert column(browser, 2)[0].startswith("1,530")
+    assert column(browser, 3)[0].startswith("1,530")
     assert column(browser, 0)[-1] == names[-1]  # a failed config has no speed, and stays last
     button.send_keys(Keys.SPACE)
     assert heading.get_attribute("aria-sort") == "ascending"
-    assert column(browser, 2)[0].startswith("640")
+    assert column(browser, 3)[0].startswith("640")
     assert column(browser, 0)[-1] == names[-1]
 
 

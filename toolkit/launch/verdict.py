@@ -23,7 +23,7 @@ def recommend(comparison: dict[str, Any]) -> dict[str, str | None]:
         comparison: the content of a compare.json, or several of them merged.
 
     Returns:
-        `config`: its name or None; `why`: some sentences.
+        `config`: its name or None; `why`: some sentences, a line for each run.
     """
     if "runs" in comparison:
         return _of_each_run(comparison)
@@ -114,5 +114,5 @@ def _of_each_run(comparison: dict[str, Any]) -> dict[str, str | None]:
     names = {verdict["config"] for _, verdict in found}
     return {
         "config": names.pop() if len(names) == 1 else None,
-        "why": " ".join(f"{label}: {verdict['why']}" for label, verdict in found),
+        "why": "\n".join(f"{label}: {verdict['why']}" for label, verdict in found),
     }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolkit.report.comparison import words
-from toolkit.report.comparison.markup import Cell, table, tag, text
+from toolkit.report.comparison.markup import Cell, name, table, tag, text
 from toolkit.report.comparison.words import get
 
 Config = dict[str, Any]
@@ -26,14 +26,14 @@ def throughput(configs: Sequence[Config], recommended: str | None) -> str:
         if not figure:
             rows.append(_without(config))
             continue
-        said = f"{words.spread(figure)} samples/s"
+        said, best = words.spread(figure), config["name"] == recommended
         drawing = _svg(
-            f"{words.label(config)}: {said}",
-            _bar(0, figure["median"], scale, "bar best" if config["name"] == recommended else "bar"),
+            f"{words.label(config)}: {said} samples/s",
+            _bar(0, figure["median"], scale, "bar best" if best else "bar"),
             _line(figure["least"], figure["most"], scale),
             *(tag("circle", cx=_percent(one, scale), cy="50%", r=3, class_="dot") for one in figure.get("all") or ()),
         )
-        rows.append(_row(config, drawing, said, figure["median"]))
+        rows.append(_row(config, drawing, said, figure["median"], "recommended" if best else ""))
     return _figure("Samples per second. The line spans the repetitions, a dot is one of them.", rows)
 
 
@@ -97,8 +97,8 @@ def losses(configs: Sequence[Config]) -> str:
     for at, config in enumerate(known):
         points = [_points(stretch, steps, low, high) for stretch in _stretches(config["losses"])]
         dashes = {"stroke_dasharray": f"{DASH} {DASH * (len(known) - 1)}", "stroke_dashoffset": -DASH * at}
-        for name, more in (("faint", {}), ("", dashes if len(known) > 1 else {})):
-            curves += [tag("polyline", points=one, class_=f"curve {name} c{at % COLOURS}", **more) for one in points]
+        for kind, more in (("faint", {}), ("", dashes if len(known) > 1 else {})):
+            curves += [tag("polyline", points=one, class_=f"curve {kind} c{at % COLOURS}", **more) for one in points]
     drawing = tag(
         "svg",
         *curves,
@@ -109,14 +109,14 @@ def losses(configs: Sequence[Config]) -> str:
         "the figures stand in the table below.",
     )
     axis = [tag("span", f"{value:.3f}") for value in (high, (low + high) / 2, low)]
-    names = [tag("li", _swatch(f"c{at % COLOURS}"), text(words.label(config))) for at, config in enumerate(known)]
+    legend = [tag("li", _swatch(f"c{at % COLOURS}"), name(words.label(config))) for at, config in enumerate(known)]
     plot = tag("div", tag("div", *axis, class_="y", aria_hidden="true"), drawing, class_="plot")
     ends = tag("div", tag("span", "step 1"), tag("span", f"step {steps}"), class_="x", aria_hidden="true")
     caption = (
         "Loss of every step. Curves that coincide show as one line of many colours; a curve that leaves the others "
         "did not train the same."
     )
-    figure = tag("figure", tag("figcaption", text(caption)), plot, ends, tag("ul", *names, class_="legend"))
+    figure = tag("figure", tag("figcaption", text(caption)), plot, ends, tag("ul", *legend, class_="legend"))
     return figure + tag("details", tag("summary", "All losses, step by step"), _loss_table(known, steps))
 
 
@@ -126,7 +126,7 @@ def _phase_table(configs: Sequence[Config]) -> str:
         measured = config["phases"]
         shown = [Cell(words.seconds(measured.get(phase)), measured.get(phase)) for phase in (*words.PHASES, "total")]
         left = (measured.get("unattributed") or 0.0) / measured["total"] if measured["total"] else None
-        rows.append([Cell(text(words.label(config))), *shown, Cell(words.share(left), left)])
+        rows.append([Cell(name(words.label(config))), *shown, Cell(words.share(left), left)])
     headings = ("config", *words.PHASES, "total", "share unattributed")
     return table("Time of a step in its parts, mean over ranks, from a profiled launch of its own", headings, rows)
 
@@ -167,12 +167,13 @@ def _balance(config: Config) -> str:
     return text(said)
 
 
-def _name(config: Config) -> str:
-    return tag("span", tag("b", text(words.label(config))), " ", tag("small", text(words.about(config))), class_="name")
+def _name(config: Config, mark: str = "") -> str:
+    more = [tag("small", text(words.about(config))), tag("small", text(mark), class_="mark") if mark else ""]
+    return tag("span", tag("b", name(config["name"])), " ", *more, class_="name")
 
 
-def _row(config: Config, drawing: str, said: str, value: float) -> str:
-    return tag("li", _name(config), drawing, tag("span", text(said), class_="value", data_value=value))
+def _row(config: Config, drawing: str, said: str, value: float, mark: str = "") -> str:
+    return tag("li", _name(config, mark), drawing, tag("span", text(said), class_="value", data_value=value))
 
 
 def _without(config: Config) -> str:

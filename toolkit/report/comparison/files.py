@@ -92,7 +92,7 @@ def terminal_table(comparison: dict[str, Any]) -> None:
     console.print(Text(FOOTNOTE))
     for config in configs:
         if config.get("failure"):
-            console.print(Text(f"{_name(config)} {words.printable(words.outcome(config, reference))}", style="red"))
+            console.print(Text(words.printable(words.told(config, reference)), style="red"))
     console.print(Text(recommend(comparison)["why"], style="bold"))
 
 

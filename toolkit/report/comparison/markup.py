@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from toolkit.report.comparison.words import printable
 
 
+SHORT = 24  # letters of a word that has room on the narrowest screen
+
+
 def text(value: Any) -> str:
     """Any text as markup."""
     return escape(printable(value))
@@ -23,6 +26,11 @@ def tag(name: str, *content: str, **attributes: Any) -> str:
         if value is not None and value is not False
     )
     return f"<{name}{shown}>{''.join(content)}</{name}>"
+
+
+def name(value: str) -> str:
+    """A name whose words (`--pipeline_stages`) break only where they are long."""
+    return " ".join(tag("span", text(w), class_="word") if len(w) <= SHORT else text(w) for w in value.split())
 
 
 class Cell(NamedTuple):

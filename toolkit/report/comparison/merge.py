@@ -70,7 +70,7 @@ def _labels(comparisons: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _differences(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for part in ("settings", "versions", "reference", "rehearsal"):
+    for part in ("settings", "versions", "reference"):
         named = [run[part] if isinstance(run[part], dict) else {"": run[part]} for run in runs]
         for key in dict.fromkeys(key for values in named for key in values):
             found = [values.get(key, ABSENT) for values in named]

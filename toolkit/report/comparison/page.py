@@ -9,8 +9,8 @@ from typing import Any
 
 from toolkit.launch.verdict import recommend
 from toolkit.report.comparison import charts, words
-from toolkit.report.comparison.columns import columns
-from toolkit.report.comparison.markup import Cell, table, tag, text
+from toolkit.report.comparison.columns import Column, columns
+from toolkit.report.comparison.markup import Cell, name, table, tag, text
 from toolkit.report.results import write_text
 
 Config = dict[str, Any]
@@ -79,7 +79,7 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 def _gpus(machine: dict[str, Any]) -> str:
-    return ", ".join(f"{len(list(same))} x {name}" for name, same in groupby(sorted(machine.get("gpus") or [])))
+    return ", ".join(f"{len(list(same))} x {kind}" for kind, same in groupby(sorted(machine.get("gpus") or [])))
 
 
 def _labels(comparison: dict[str, Any]) -> str:
@@ -96,30 +96,31 @@ def _labels(comparison: dict[str, Any]) -> str:
 
 
 def _section(heading: str, content: str) -> str:
-    name = heading.lower().replace(" ", "-")
-    return tag("section", tag("h2", text(heading), id=name), content, aria_labelledby=name)
+    anchor = heading.lower().replace(" ", "-")
+    return tag("section", tag("h2", text(heading), id=anchor), content, aria_labelledby=anchor)
 
 
 def _summary(comparison: dict[str, Any], verdict: dict[str, Any]) -> str:
     configs, reference = comparison["configs"], comparison["reference"]
     ran = [config for config in configs if not config.get("failure")]
     same = [config for config in ran if words.same_training(config, reference)]
+    alone = "runs" not in comparison  # what different machines do cannot be ranked
     here = "in this rehearsal" if comparison["rehearsal"] else "here"
-    cards = [("recommended", verdict["config"] or "none", "")]
+    cards = [("recommended", verdict["config"] or "none", "" if verdict["config"] else "see below")]
     cards.append(("same training", f"{len(same)} of {len(ran)}", "configs that ran"))
     fast = max((config for config in ran if words.speed(config)), key=words.speed, default=None)
-    if fast:
-        cards.append((f"fastest {here}", words.label(fast), f"{words.number(words.speed(fast))} samples/s"))
+    if fast and alone:
+        cards.append((f"fastest {here}", fast["name"], f"{words.number(words.speed(fast))} samples/s"))
     small = min((config for config in ran if words.fullest(config)), key=words.fullest, default=None)
-    if small:
-        cards.append((f"least memory {here}", words.label(small), f"{words.size(words.fullest(small))} on a device"))
+    if small and alone:
+        cards.append((f"least memory {here}", small["name"], f"{words.size(words.fullest(small))} on a device"))
     shown = [
         tag("li", tag("span", text(title)), tag("b", text(one)), tag("span", text(more))) for title, one, more in cards
     ]
-    out = [f"{words.label(config)}: {words.outcome(config, reference)}" for config in configs if config not in same]
+    out = [words.told(config, reference) for config in configs if config not in same]
     return (
         tag("ul", *shown, class_="cards")
-        + tag("p", text(verdict["why"]), class_="why")
+        + "".join(tag("p", text(line), class_="why") for line in verdict["why"].splitlines())
         + "".join(tag("p", text(line), class_="failed") for line in out)
     )
 
@@ -128,15 +129,22 @@ def _table(comparison: dict[str, Any], recommended: str | None) -> str:
     chosen = columns(comparison["configs"])
     rows = []
     for config in comparison["configs"]:
-        name = tag("b", text(words.label(config))) + tag("small", text(words.about(config)))
+        head = tag("b", name(config["name"])) + tag("small", text(words.about(config)))
         if config["name"] == recommended:
-            name += tag("small", "recommended", class_="mark")
+            head += tag("small", "recommended", class_="mark")
         told = words.outcome(config, comparison["reference"])
         good = words.same_training(config, comparison["reference"])
-        figures = [Cell(text(column.shown(config)), column.value(config)) for column in chosen]
-        rows.append([Cell(name), *figures, Cell(tag("span", text(told), class_=None if good else "failed"))])
-    headings = ["config", *(column.heading for column in chosen), "training"]
+        training = Cell(tag("span", text(told), class_="told" if good else "told failed"))
+        rows.append([Cell(head), training, *(_figure(column, config) for column in chosen)])
+    headings = ["config", "training", *(column.heading for column in chosen)]
     return table("Median (least to most of the repetitions)", headings, rows, sortable=True)
+
+
+def _figure(column: Column, config: Config) -> Cell:
+    """The median with its range below."""
+    median, _, least_to_most = column.shown(config).partition(" (")
+    below = tag("small", text(least_to_most.removesuffix(")"))) if least_to_most else ""
+    return Cell(text(median) + below, column.value(config))
 
 
 def _held(configs: Sequence[Config]) -> str:
@@ -151,7 +159,7 @@ def _held(configs: Sequence[Config]) -> str:
             numbers = [words.held(state), *(state.get(kind) for kind in words.HELD), bytes_sent]
             rows.append(
                 [
-                    Cell(text(words.label(config))),
+                    Cell(name(words.label(config))),
                     Cell(f"{group[0]} to {group[-1]}" if len(group) > 1 else str(group[0]), group[0]),
                     *(Cell(words.size(value), value) for value in numbers),
                 ]

@@ -14,6 +14,7 @@ Config = dict[str, Any]
 PHASE_COLOURS = ("#b8860b", "#1f63b5", "#7a35c2", "#c0440e", "#127a43", "#8a97a8")  # as words.PHASES
 BAR, PALE = "#1f63b5", "#a9c5e8"
 WIDTH, ROW, REST = 8.0, 0.42, 1.7  # inches: of a picture, of one bar, of what surrounds the bars
+DASH = 4  # widths of a curve that one config draws before the next one does
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 
 
@@ -77,7 +78,7 @@ def _throughput(axes: "Axes", configs: Sequence[Config]) -> None:
     bars = axes.barh(range(len(configs)), medians, xerr=(below, above), color=BAR, ecolor="black", capsize=3)
     axes.bar_label(bars, [f"  {words.number(value)}" for value in medians])
     axes.margins(x=0.12)
-    _name_rows(axes, [words.label(config) for config in configs])
+    _name_rows(axes, [_name(config) for config in configs])
     axes.set_xlabel("samples per second: median, least to most")
 
 
@@ -90,7 +91,7 @@ def _memory(axes: "Axes", configs: Sequence[Config]) -> None:
     if taken:
         axes.barh([row for row, _ in taken], [size / scale for _, size in taken], color=BAR, label="allocated")
         axes.legend(frameon=False)
-    _name_rows(axes, [f"{words.label(config)}  {words.device(one)}" for config, one in devices])
+    _name_rows(axes, [f"{_name(config)}  {words.device(one)}" for config, one in devices])
     axes.set_xlabel(f"peak memory of each device, {unit}" + ("" if taken else " (resident)"))
 
 
@@ -100,23 +101,29 @@ def _phases(axes: "Axes", configs: Sequence[Config]) -> None:
         lengths = [config["phases"].get(phase) or 0.0 for config in configs]
         axes.barh(range(len(configs)), lengths, left=starts, color=colour, label=phase)
         starts = [start + length for start, length in zip(starts, lengths)]
-    axes.legend(frameon=False, ncols=len(words.PHASES), fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
-    _name_rows(axes, [words.label(config) for config in configs])
+    axes.figure.legend(frameon=False, ncols=len(words.PHASES), fontsize=8, loc="outside lower center")
+    _name_rows(axes, [_name(config) for config in configs])
     axes.set_xlabel("seconds of a step")
 
 
 def _losses(axes: "Axes", configs: Sequence[Config]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    # Curves that coincide: each thinner than the one below it.
+    # Where curves coincide, each draws every so many points of the line.
     for number, config in enumerate(configs):
+        dashes = (-DASH * number, (DASH, DASH * (len(configs) - 1))) if len(configs) > 1 else "-"
         steps = range(1, 1 + len(config["losses"]))
         values = [float("nan") if loss is None else float(loss) for loss in config["losses"]]
-        axes.plot(steps, values, linewidth=1 + 1.2 * (len(configs) - 1 - number), label=words.label(config))
+        axes.plot(steps, values, linewidth=2, linestyle=dashes)
+        axes.plot([], [], linewidth=2, color=axes.lines[-1].get_color(), label=_name(config))
     axes.legend(frameon=False, fontsize=8)
     axes.set_ylabel("loss")
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _name(config: Config) -> str:
+    return words.printable(words.label(config))
 
 
 def _name_rows(axes: "Axes", names: Sequence[str]) -> None:

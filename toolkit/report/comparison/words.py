@@ -30,9 +30,9 @@ def label(config: dict[str, Any]) -> str:
 
 
 def about(config: dict[str, Any]) -> str:
-    """Strategy and precision, as far as they are known."""
+    """Strategy, precision and machine, as far as they are known and said."""
     precision = {"no": "fp32", None: None}.get(config.get("precision"), config.get("precision"))
-    return ", ".join(part for part in (config.get("title"), precision) if part)
+    return ", ".join(part for part in (config.get("title"), precision, config.get("machine")) if part)
 
 
 def same_training(config: dict[str, Any], reference: str) -> bool:
@@ -49,6 +49,12 @@ def outcome(config: dict[str, Any], reference: str) -> str:
     if config["name"] == reference:
         return "the reference"
     return get(config, "parity", "verdict") or "not compared"
+
+
+def told(config: dict[str, Any], reference: str) -> str:
+    """The same as a line of its own."""
+    between = " " if config.get("failure") else ": "
+    return f"{label(config)}{between}{outcome(config, reference)}"
 
 
 def speed(config: dict[str, Any]) -> float | None:
