@@ -55,8 +55,10 @@ def prefers(browser, theme):
 
 
 def requests(browser):
+    """What was asked for since the last call, without the browser's own start page."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return [url for url in urls if not url.startswith(("chrome://", "chrome-untrusted://"))]
 
 
 def values(browser, selector):

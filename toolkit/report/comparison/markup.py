@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from toolkit.report.comparison.words import printable
 
-
 SHORT = 24  # letters of a word that has room on the narrowest screen
 
 
