@@ -105,7 +105,7 @@ def test_spread():
         (["--repetitions", "0", "--steps", "0"], "--steps 0: at least 1"),
         (["--nonsense"], "Flags of the task stand behind"),
         (["zero2", "--from", "a.json"], "leave out zero2"),
-        (["--from", "no.json"], "no.json is no compare.json"),
+        (["--from", "no.json"], "no.json: cannot be read"),
     ],
 )
 def test_mistakes_of_the_user(words, told, tmp_path, monkeypatch):

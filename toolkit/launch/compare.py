@@ -2,8 +2,8 @@
 
 import argparse
 import datetime
-import json
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,9 @@ def main(argv: Sequence[str]) -> int:
     options = _options(own)
     folder = options.output_dir
     if options.earlier:
-        earlier = [_read(file) for file in options.earlier]
-        from toolkit.report.comparison import merge
+        from toolkit.report.comparison.merge import merge, read
 
-        comparison = merge(earlier)
+        comparison = merge([read(file) for file in options.earlier])
     else:
         comparison = measure(options, script, task_flags)
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +127,7 @@ def assemble(
         "created": datetime.datetime.now().isoformat(timespec="seconds"),
         "rehearsal": not machine.gpus,
         "machine": {
+            "name": " + ".join(f"{n} x {gpu}" for gpu, n in Counter(machine.gpu_names).items()) or processor(),
             "cpu": processor(),
             "cores": machine.cores,
             "memory": machine.memory,
@@ -177,19 +177,12 @@ def processor() -> str:
 
 def present(comparison: dict[str, Any], folder: Path) -> None:
     """The table on the terminal, compare.csv, the pictures and the page."""
-    from toolkit.report import comparison as shown
+    from toolkit.report.comparison.files import terminal_table, write_csv
+    from toolkit.report.comparison.page import write_page
+    from toolkit.report.comparison.pictures import write_pictures
 
-    shown.write_csv(comparison, folder / "compare.csv")
-    shown.write_pictures(comparison, folder)
-    page = shown.write_page(comparison, folder)
-    shown.terminal_table(comparison)
+    write_csv(comparison, folder / "compare.csv")
+    write_pictures(comparison, folder)
+    page = write_page(comparison, folder)
+    terminal_table(comparison)
     say(f"{page}: open it in a browser")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        content["configs"], content["settings"], content["machine"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is no compare.json of `toolkit compare` ({type(error).__name__}: {error}).") from None
-    return content

@@ -34,7 +34,12 @@ def recommend(comparison: dict[str, Any]) -> dict[str, str | None]:
     if comparison["rehearsal"]:
         return {"config": None, "why": _rehearsed(same, reference)}
     fastest = max(same, key=words.speed)
-    as_fast = [config for config in same if _most(config) >= _least(fastest)]
+    chance = comparison.get("resolution") or 0.0
+    as_fast = [
+        config
+        for config in same
+        if _most(config) >= _least(fastest) or words.speed(config) >= (1 - chance) * words.speed(fastest)
+    ]
     chosen = min(as_fast, key=lambda config: (simplicity(config), -words.speed(config)))
     return {"config": chosen["name"], "why": _measured(chosen, fastest, same, reference)}
 
@@ -109,7 +114,7 @@ def _of_each_run(comparison: dict[str, Any]) -> dict[str, str | None]:
     found = []
     for run in comparison["runs"]:
         own = [config for config in comparison["configs"] if config["machine"] == run["label"]]
-        alone = {"reference": run["reference"], "rehearsal": run["rehearsal"], "configs": own}
+        alone = {key: run.get(key) for key in ("reference", "rehearsal", "resolution")} | {"configs": own}
         found.append((run["label"], recommend(alone)))
     names = {verdict["config"] for _, verdict in found}
     return {
