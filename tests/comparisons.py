@@ -25,7 +25,6 @@ PARTS = {"data": 0.02, "forward": 0.3, "backward": 0.5, "communication": 0.1, "o
 def gpu() -> dict:
     """Ten configs on two GPUs; DataParallel fills its first device, one config ran out of memory."""
     return {
-        "toolkit": "0.1.0",
         "created": "2026-11-30T21:40:00",
         "rehearsal": False,
         "machine": {
@@ -35,7 +34,7 @@ def gpu() -> dict:
             "memory": 512 * GB,
             "gpus": ["NVIDIA H200", "NVIDIA H200"],
         },
-        "versions": {"python": "3.12.3", "torch": "2.13.0", "accelerate": "1.15.0"},
+        "versions": {"toolkit": "0.1.0", "python": "3.12.3", "torch": "2.13.0", "accelerate": "1.15.0"},
         "settings": {
             "script": "tasks/classify.py",
             "flags": ["--train_file", "a train.csv"],
@@ -47,6 +46,7 @@ def gpu() -> dict:
             "parameters": PARAMETERS,
         },
         "reference": "single_gpu",
+        "resolution": 0.021,
         "configs": [_config(number, *row) for number, row in enumerate(GPU)],
     }
 
@@ -55,7 +55,7 @@ def rehearsal() -> dict:
     """The same configs as processes of one CPU."""
     comparison = copy.deepcopy(gpu())
     comparison |= {"rehearsal": True, "created": "2026-11-30T22:10:00"}
-    comparison["machine"] = {"name": "2 cores", "cpu": "EPYC", "cores": 2, "memory": 8 * GB, "gpus": []}
+    comparison["machine"] = {"name": "EPYC", "cpu": "EPYC", "cores": 2, "memory": 8 * GB, "gpus": []}
     comparison["settings"] |= {"steps": 6}
     for config in comparison["configs"]:
         if config["failure"]:

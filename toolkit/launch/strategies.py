@@ -27,6 +27,11 @@ FSDP_INSTEAD = {
     "fsdp_sharding_strategy": "FSDP2 has fsdp_reshard_after_forward instead",
     "fsdp_state_dict_type": "the model is always saved whole",
 }
+# The beginnings of what strategies are called.
+SIMPLEST_FIRST = (
+    *("one process", "DDP", "DataParallel", "ZeRO-1", "ZeRO-2", "FSDP2", "HSDP", "ZeRO-3"),
+    *("TP", "FSDP2 x TP", "HSDP x TP", "pipeline"),
+)
 SIZES = ("dp_replicate", "dp_shard", "tp")
 HEADS = ("num_attention_heads", "n_head", "n_heads")  # names in the config.json of different families
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -198,6 +203,12 @@ def mesh_name(replicas: int, shards: int, tensor: int) -> str:
     if replicas == 1:
         return f"FSDP2 x TP {shards} x {tensor}" if shards > 1 else f"TP {tensor}"
     return f"HSDP x TP {replicas} x {shards} x {tensor}"
+
+
+def simplicity(title: str) -> tuple[bool, int]:
+    """A rank of strategies by their names: the lower, the simpler to set up and to understand."""
+    known = [name for name in SIMPLEST_FIRST if title.startswith(name)]
+    return "offload" in title, SIMPLEST_FIRST.index(max(known, key=len)) if known else len(SIMPLEST_FIRST)
 
 
 def splits(config: Config, args: Any) -> bool:

@@ -5,9 +5,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from toolkit.launch.verdict import recommend
 from toolkit.report.comparison import words
 from toolkit.report.comparison.columns import columns
+from toolkit.report.comparison.verdict import recommend, stated
 from toolkit.report.comparison.words import get
 from toolkit.report.results import write_text
 
@@ -89,7 +89,7 @@ def terminal_table(comparison: dict[str, Any]) -> None:
     for line in comparison.get("differences", ()):
         console.print(Text(f"The runs differ in {words.printable(line)}", style="bold yellow"))
     console.print(table)
-    console.print(Text(FOOTNOTE))
+    console.print(Text(" ".join(filter(None, (FOOTNOTE, stated(comparison))))))
     for config in configs:
         if config.get("failure"):
             console.print(Text(words.printable(words.told(config, reference)), style="red"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.report.comparison import words
 
 NEEDED = ("configs", "machine", "settings", "reference", "rehearsal", "created", "versions")
 ABSENT = object()
@@ -46,7 +47,7 @@ def merge(comparisons: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     first = comparisons[0]
     return {
-        **{key: first.get(key) for key in ("toolkit", "reference", "settings", "versions", "machine")},
+        **{key: first.get(key) for key in ("reference", "settings", "versions", "machine")},
         "created": max(comparison["created"] for comparison in comparisons),
         "rehearsal": any(comparison["rehearsal"] for comparison in comparisons),
         "runs": runs,
@@ -61,7 +62,7 @@ def merge(comparisons: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _labels(comparisons: Sequence[dict[str, Any]]) -> list[str]:
     """The machines' names; with the time where one machine stands there twice, with a number where that is the same."""
-    labels = [str(comparison["machine"].get("name") or "a machine") for comparison in comparisons]
+    labels = [comparison["machine"].get("name") or words.machine(comparison["machine"]) for comparison in comparisons]
     if len(set(labels)) < len(labels):
         labels = [f"{label}, {comparison['created']}" for label, comparison in zip(labels, comparisons)]
     return [

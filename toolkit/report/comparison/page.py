@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from toolkit.launch.verdict import recommend
 from toolkit.report.comparison import charts, words
 from toolkit.report.comparison.columns import Column, columns
 from toolkit.report.comparison.markup import Cell, name, table, tag, text
+from toolkit.report.comparison.verdict import recommend, stated
 from toolkit.report.results import write_text
 
 Config = dict[str, Any]
@@ -67,19 +67,10 @@ def _title(comparison: dict[str, Any]) -> str:
 
 
 def _header(comparison: dict[str, Any]) -> str:
-    runs = comparison.get("runs") or [comparison | {"label": _machine(comparison["machine"])}]
+    runs = comparison.get("runs") or [comparison | {"label": words.machine(comparison["machine"])}]
     where = "; ".join(f"{run['label']}, {run['created'].replace('T', ' ')}" for run in runs)
     toggle = tag("button", "Dark theme", type="button", id="theme", aria_pressed="false", hidden=True)
     return tag("header", tag("h1", text(_title(comparison))), toggle, tag("p", text(where)))
-
-
-def _machine(machine: dict[str, Any]) -> str:
-    parts = [_gpus(machine), machine.get("cpu"), f"{machine['cores']} cores" if machine.get("cores") else None]
-    return ", ".join(str(part) for part in parts if part)
-
-
-def _gpus(machine: dict[str, Any]) -> str:
-    return ", ".join(f"{len(list(same))} x {kind}" for kind, same in groupby(sorted(machine.get("gpus") or [])))
 
 
 def _labels(comparison: dict[str, Any]) -> str:
@@ -178,10 +169,10 @@ def _grouped(ranks: Sequence[tuple[int, dict, Any]]) -> list[tuple[tuple[dict, A
 def _settings(comparison: dict[str, Any]) -> str:
     found = []
     for run in comparison.get("runs") or [comparison]:
-        machine = run["machine"] | {"gpus": _gpus(run["machine"]) or "none"}
+        machine = run["machine"] | {"gpus": words.gpus(run["machine"]) or "none"}
         if machine.get("memory"):
             machine["memory"] = words.size(machine["memory"])
-        facts = {**run["settings"], "reference": run["reference"], "toolkit": run.get("toolkit"), **machine}
+        facts = {**run["settings"], "reference": run["reference"], **machine}
         facts |= run["versions"]
         rows = [
             [Cell(text(key.replace("_", " "))), Cell(tag("code", text(_said(value))))] for key, value in facts.items()
@@ -204,7 +195,7 @@ def _method(comparison: dict[str, Any]) -> str:
         f"of its own: {settings.get('warmup_steps')} steps that do not count, then {settings.get('steps')} that do, "
         f"{settings.get('repetitions')} times, the configs in turn, so that a drift of the machine hits all alike.",
         "Figures are medians, with the least and the most of the repetitions behind them; two configs whose ranges "
-        "overlap cannot be told apart by this comparison.",
+        f"overlap cannot be told apart by this comparison. {stated(comparison) or ''}",
         "Scaling efficiency is the throughput over that of the reference times the number of devices. Parts of a step "
         "come from a short profiled launch: communication is what is not hidden behind computation, and what no part "
         "accounts for is shown as unattributed.",

@@ -1,10 +1,13 @@
 """How the figures of a comparison are read and said: one place for page, pictures, terminal and csv."""
 
 import math
+from collections import Counter
 from typing import Any
 
+from toolkit import phases
+
 REHEARSAL = "Rehearsal on CPU: parity and mechanics are real, speed and memory are of the rehearsal"
-PHASES = ("data", "forward", "backward", "communication", "optimizer", "unattributed")
+PHASES = (*phases.PHASES, "unattributed")
 HELD = ("parameters", "gradients", "optimizer")
 NONE = "–"
 
@@ -91,6 +94,17 @@ def most_held(config: dict[str, Any]) -> int | None:
 def most_sent(config: dict[str, Any]) -> int | None:
     """Bytes sent in one step, of the rank that sends most."""
     return max((value for value in config.get("bytes_sent") or () if value is not None), default=None)
+
+
+def gpus(described: dict[str, Any]) -> str:
+    """`2 x NVIDIA H200`; empty where there is none."""
+    return ", ".join(f"{count} x {kind}" for kind, count in Counter(described.get("gpus") or ()).items())
+
+
+def machine(described: dict[str, Any]) -> str:
+    """The machine in a few words."""
+    cores = f"{described['cores']} cores" if described.get("cores") else None
+    return ", ".join(part for part in (gpus(described), described.get("cpu"), cores) if part) or "a machine"
 
 
 def number(value: float | None) -> str:

@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.launch.strategies import simplicity
 from toolkit.report.comparison import words
 
-# From the simplest to set up and to understand. Each is the beginning of a strategy's name in run.json.
-SIMPLEST_FIRST = (
-    *("one process", "DDP", "DataParallel", "ZeRO-1", "ZeRO-2", "FSDP2", "HSDP", "ZeRO-3"),
-    *("TP", "FSDP2 x TP", "HSDP x TP", "pipeline"),
-)
 MUCH_LESS = 0.8  # of the memory: worth a line to those who run short of it
 
 
@@ -34,30 +30,22 @@ def recommend(comparison: dict[str, Any]) -> dict[str, str | None]:
     if comparison["rehearsal"]:
         return {"config": None, "why": _rehearsed(same, reference)}
     fastest = max(same, key=words.speed)
-    chance = comparison.get("resolution") or 0.0
-    as_fast = [
-        config
-        for config in same
-        if _most(config) >= _least(fastest) or words.speed(config) >= (1 - chance) * words.speed(fastest)
-    ]
-    chosen = min(as_fast, key=lambda config: (simplicity(config), -words.speed(config)))
+    as_fast = [config for config in same if _as_fast(config, fastest, comparison.get("resolution"))]
+    chosen = min(as_fast, key=lambda config: (simplicity(config.get("title") or ""), -words.speed(config)))
     return {"config": chosen["name"], "why": _measured(chosen, fastest, same, reference)}
 
 
-def simplicity(config: dict[str, Any]) -> tuple[bool, int]:
-    """A rank: the lower, the simpler."""
-    title = config.get("title") or ""
-    known = [name for name in SIMPLEST_FIRST if title.startswith(name)]
-    place = SIMPLEST_FIRST.index(max(known, key=len)) if known else len(SIMPLEST_FIRST)
-    return "offload" in title, place
+def stated(comparison: dict[str, Any]) -> str | None:
+    """In words: below which difference two configs cannot be told apart; None where that is not known."""
+    resolution = comparison.get("resolution")
+    return resolution and f"Medians that differ by less than {resolution:.1%} may do so by chance."
 
 
-def _least(config: dict[str, Any]) -> float:
-    return config["throughput"]["samples_per_second"]["least"]
-
-
-def _most(config: dict[str, Any]) -> float:
-    return config["throughput"]["samples_per_second"]["most"]
+def _as_fast(config: dict[str, Any], fastest: dict[str, Any], resolution: float | None) -> bool:
+    """Whether the difference may be chance: the ranges overlap, or it is below the stated one."""
+    most = words.get(config, "throughput", "samples_per_second", "most")
+    least = words.get(fastest, "throughput", "samples_per_second", "least")
+    return most >= least or words.speed(config) >= (1 - (resolution or 0.0)) * words.speed(fastest)
 
 
 def _rehearsed(same: Sequence[dict[str, Any]], reference: str) -> str:
