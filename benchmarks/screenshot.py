@@ -15,7 +15,7 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-SIZE = (1200, 1500)
+SIZE = (1200, 1900)
 # The attribute that the page's own button sets.
 THEMES = {theme: f'<html data-theme="{theme}" ' for theme in ("light", "dark")}
 

@@ -71,7 +71,7 @@ def phases(configs: Sequence[Config]) -> str:
             continue
         start, parts = 0.0, []
         for phase in words.PHASES:
-            length = measured.get(phase) or 0.0
+            length = max(0.0, measured.get(phase) or 0.0)
             parts.append(_bar(start, length, scale, f"phase {phase}", f"{phase}: {words.seconds(length)}"))
             start += length
         said = ", ".join(f"{phase} {words.seconds(measured.get(phase))}" for phase in words.PHASES)

@@ -61,7 +61,7 @@ def _rehearsed(same: Sequence[dict[str, Any]], reference: str) -> str:
     if len(states) > 1:
         least, most = min(states, key=words.most_held), max(states, key=words.most_held)
         why += (
-            " The training state that a rank holds is the same on GPUs: "
+            " The training state that a rank holds is the same on as many GPUs: "
             f"from {words.size(words.most_held(least))} ({least['name']}) to {words.size(words.most_held(most))} "
             f"({most['name']}), activations not counted."
         )
