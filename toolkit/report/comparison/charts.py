@@ -17,8 +17,8 @@ DASH = 9  # pixels of a curve that one config draws before the next one does
 UNEVEN = 1.1  # max/mean over devices that is worth a word
 
 
-def throughput(configs: Sequence[Config], recommended: str | None) -> str:
-    """A bar each for the median of samples/s, with the range and the repetitions on it."""
+def throughput(configs: Sequence[Config], recommended: str | None, stated: str | None) -> str:
+    """A bar each for the median of samples/s, with range and repetitions on it; `stated`: what may be chance."""
     figures = [get(config, "throughput", "samples_per_second") for config in configs]
     scale = _scale([figure["most"] for figure in figures if figure])
     rows = []
@@ -34,7 +34,7 @@ def throughput(configs: Sequence[Config], recommended: str | None) -> str:
             *(tag("circle", cx=_percent(one, scale), cy="50%", r=3, class_="dot") for one in figure.get("all") or ()),
         )
         rows.append(_row(config, drawing, said, figure["median"], "recommended" if best else ""))
-    return _figure("Samples per second. The line spans the repetitions, a dot is one of them.", rows)
+    return _figure(f"Samples per second. The line spans the repetitions, a dot is one of them. {stated or ''}", rows)
 
 
 def memory(configs: Sequence[Config]) -> str:

@@ -36,7 +36,7 @@ def write_page(comparison: dict[str, Any], folder: Path) -> Path:
             "main",
             _labels(comparison),
             _section("Summary", _summary(comparison, verdict)),
-            _section("Throughput", charts.throughput(configs, verdict["config"])),
+            _section("Throughput", charts.throughput(configs, verdict["config"], stated(comparison))),
             _section("Memory of each device", charts.memory(configs)),
             _section("Where the time of a step goes", charts.phases(configs)),
             _section("Loss", charts.losses(configs)),
@@ -195,7 +195,7 @@ def _method(comparison: dict[str, Any]) -> str:
         f"of its own: {settings.get('warmup_steps')} steps that do not count, then {settings.get('steps')} that do, "
         f"{settings.get('repetitions')} times, the configs in turn, so that a drift of the machine hits all alike.",
         "Figures are medians, with the least and the most of the repetitions behind them; two configs whose ranges "
-        f"overlap cannot be told apart by this comparison. {stated(comparison) or ''}",
+        "overlap cannot be told apart by this comparison.",
         "Scaling efficiency is the throughput over that of the reference times the number of devices. Parts of a step "
         "come from a short profiled launch: communication is what is not hidden behind computation, and what no part "
         "accounts for is shown as unattributed.",
