@@ -64,6 +64,17 @@ class Arguments:
     cache_dir: str | None = flag(None, "Where downloads and encoded data are cached.")
     attn_implementation: str | None = flag(None, "Attention kernel that transformers shall use, e.g. sdpa.")
     dropout: float | None = flag(None, "Overrides every dropout probability of the model.", defines=True)
+    torch_compile: bool = flag(False, "Compile each block of the model at its first use: one process, or DDP.")
+
+    # Adapters (LoRA)
+    use_peft: bool = flag(False, "Train adapters of low rank (LoRA) in place of the model's own weights.", defines=True)
+    lora_r: int = flag(8, "Rank of the adapters.", defines=True)
+    lora_alpha: float = flag(16.0, "What adapters add is multiplied by this over the rank.", defines=True)
+    lora_dropout: float = flag(0.0, "Dropout of what goes into the adapters.", defines=True)
+    lora_target_modules: list[str] = flag(
+        ["all-linear"], "Layers that get an adapter, e.g. q_proj; all-linear: all of the blocks.", defines=True
+    )
+    merge_adapter: bool = flag(False, "Save the whole model with the adapters merged into it, not the adapters alone.")
 
     # Data
     dataset_name: str | None = flag(None, "Hub data set, or a folder made by datasets' save_to_disk.")

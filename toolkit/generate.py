@@ -70,13 +70,15 @@ def load(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
+    from toolkit import adapters
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         kinds = AutoConfig.from_pretrained(name).architectures or []
         if kinds and not any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
             raise UserError(f"model {name} is a {kinds[0]}, which writes no texts: give a causal language model.")
-        model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True)
+        model = adapters.from_pretrained(AutoModelForCausalLM, name, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model {name} cannot be loaded: {str(error).splitlines()[0]}") from error

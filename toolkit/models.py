@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
@@ -9,6 +10,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
+from toolkit import adapters
 from toolkit.arguments import Arguments
 from toolkit.data.demo import on_hub
 from toolkit.errors import UserError
@@ -91,6 +93,8 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     if args.attn_implementation:
         how["attn_implementation"] = args.attn_implementation
+    if args.use_peft:
+        adapters.check(auto_class, args, config)
     if args.model_name_or_path is None:
         model = _from_scratch(auto_class, args, config, **how)
         fresh: Collection[str] = {name for name, _ in model.named_parameters()}
@@ -98,9 +102,20 @@ def load_model(
         model, fresh = _from_files(auto_class, args, config, **how)
     if start is not None:
         start(model, fresh)
+    if args.use_peft:
+        adapters.add(model, auto_class, args, fresh)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Write what `from_pretrained` reads beside the weights."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def _from_scratch(
@@ -119,7 +134,7 @@ def _from_files(
     auto_class: Any, args: Arguments, config: "PretrainedConfig", **how: Any
 ) -> tuple[nn.Module, Collection[str]]:
     """The model of `--model_name_or_path`, and the names of its parts that were initialised anew."""
-    load = auto_class.from_pretrained
+    load = partial(adapters.from_pretrained, auto_class)
     state = _without_module_prefix(args.model_name_or_path)
     if state is not None:
         with torch.device("meta"):  # an auto class takes no state_dict, the class that it stands for does

@@ -86,11 +86,14 @@ def load(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
+    from toolkit import adapters
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        how = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
+        model, found = adapters.from_pretrained(
+            AutoModelForSequenceClassification, name, output_loading_info=True, **how
         )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # each library has its own way to say that a file is missing, foreign or broken

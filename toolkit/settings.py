@@ -82,6 +82,9 @@ def check_flags(args: Arguments) -> list[str]:
         problems.append("--warmup_steps has no effect with a constant schedule: use constant_with_warmup.")
     if args.lr_scheduler_type == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
         problems.append(f"a polynomial schedule ends at {POLYNOMIAL_END}: --learning_rate must be above that.")
+    from toolkit import adapters  # torch comes with it
+
+    problems += adapters.problems(args)
     if args.hub_model_id and not args.push_to_hub:
         problems.append("--hub_model_id has no effect without --push_to_hub.")
     if args.gradient_accumulation_steps is not None and args.per_device_train_batch_size is None:

@@ -117,5 +117,8 @@ class Task(Protocol):
     def write_predictions(self, path: Path, split: str, table: np.ndarray) -> None:
         """Predictions of a split, a line per row of its file, in that order."""
 
+    def sample(self, folder: Path) -> str:
+        """What to show at the end of what the model in `folder` does; may be empty."""
+
     def baseline(self) -> dict[str, dict[str, float]]:
         """Figures to compare the final ones of the validation split with, by the name of what reached them."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit import adapters
 from toolkit.arguments import flag, parse
 from toolkit.checkpoint.folder import TEMPORARY, Checkpoint, named, newest
 from toolkit.checkpoint.resume import describe
+from toolkit.checkpoint.save import INDEX
 from toolkit.errors import UserError, nearest
 from toolkit.report.console import say
 from toolkit.report.summary import table
@@ -95,12 +97,14 @@ def export(path: Path, argv: Sequence[str]) -> None:
         raise UserError(f"--output_dir {folder} exists; nothing was changed. Give another one.")
     # What the checkpoint lists and nothing else: another file may have been put there by anybody.
     names = [name for name in checkpoint.files if not name.startswith("optimizer-") and name != "metrics.jsonl"]
+    if adapters.CONFIG in names:  # the same tensors, as peft reads them
+        names = [name for name in names if not name.startswith("model-") and name != INDEX]
     alone = [name for name in names if name.startswith("model-") and "-of-00001." in name]
     temporary = folder.with_name(folder.name + TEMPORARY)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         for name in names:
-            if alone and name == "model.safetensors.index.json":
+            if alone and name == INDEX:
                 continue
             copy = temporary / ("model.safetensors" if name in alone else name)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ LENGTH = "total_steps"
 SHOWN = 6  # fields of a config
 WORDS = {
     "data": "the training data (data)",
+    "base": "the model that the adapters build on (base)",
     LENGTH: "the length of the run, and with it the schedule (total_steps)",
 }
 
@@ -60,6 +61,7 @@ def training(args: Arguments, schedule: Schedule, data: str, config: Any) -> dic
         LENGTH: schedule.total_steps,
         "data": data,
         MODEL: fields,
+        "base": args.model_name_or_path if args.use_peft else None,  # whose weights the checkpoint does not hold
     }
     return json.loads(to_json(found))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from toolkit import adapters
 from toolkit.arguments import Arguments
 from toolkit.checkpoint.folder import Checkpoint
 from toolkit.checkpoint.keeper import Keeper
@@ -14,6 +15,7 @@ from toolkit.checkpoint.resume import check_tensors, describe, find
 from toolkit.checkpoint.save import Saver
 from toolkit.data.plan import Bound
 from toolkit.errors import UserError
+from toolkit.models import save_config
 from toolkit.report.console import say, warn
 from toolkit.report.facts import device_name, versions
 from toolkit.report.results import to_json
@@ -134,7 +136,9 @@ class Session:
         metrics = self.run.metrics() if self.strategy.rank == 0 else b""
 
         def extras(folder: Path) -> None:
-            self._save_config(folder)
+            save_config(self.strategy.shell(), folder)
+            if adapters.present(self.strategy.model):
+                adapters.complete(folder, self.strategy.model)
             self.task.tokenizer.save_pretrained(folder)
             (folder / "metrics.jsonl").write_bytes(metrics)
 
@@ -188,15 +192,6 @@ class Session:
         except UserError as error:
             warn(f"the weights of the best evaluation cannot be had, so the last ones are used: {error.messages[0]}")
             return ""
-
-    def _save_config(self, folder: Path) -> None:
-        """What `from_pretrained` reads beside the weights."""
-        shell = self.strategy.shell()
-        shell.config.architectures = [type(shell).__name__]
-        shell.config.dtype = "float32"
-        shell.config.save_pretrained(folder)
-        if shell.can_generate():
-            shell.generation_config.save_pretrained(folder)
 
     def _machine(self) -> dict[str, Any]:
         """What may differ when a training goes on."""

@@ -136,6 +136,9 @@ class Classification:
             return '--text "Return the square root of the argument."'
         return '--text "your text"' + (' --text_pair "its pair"' if len(self.text_columns) == 2 else "")
 
+    def sample(self, folder: Path) -> str:
+        return ""
+
     def baseline(self) -> dict[str, dict[str, float]]:
         """What word counts reach on the demo's split; nothing for other data."""
         if not is_demo(self.args) or "validation" not in self.rows:

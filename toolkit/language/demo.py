@@ -51,7 +51,7 @@ HELD_OUT = 300_000  # bytes, in whole files
 TRAINED = 3_000_000  # bytes, where two minutes are enough for so many
 LARGEST = 60_000  # a larger file is never held out: it would dominate
 NAME = "demo-language-"  # of its folder in the cache, before a digest
-PROMPT = "def "
+PROMPT, WRITTEN = "def ", 200  # tokens, of the sample that is shown
 
 
 def set_demo_flags(args: Any) -> None:

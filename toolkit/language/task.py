@@ -143,6 +143,15 @@ class LanguageModeling:
         """Flags of `toolkit generate`; a masked model does not write texts."""
         return "" if self.masked else '--prompt "Once upon a time"'
 
+    def sample(self, folder: Path) -> str:
+        """What the demo's model writes; another one's user knows better what to begin with."""
+        if not demo.is_demo(self.args):
+            return ""
+        from toolkit.generate import GenerateArguments, generate, load
+
+        how = GenerateArguments(demo.PROMPT, max_new_tokens=demo.WRITTEN, temperature=0.7, seed=self.args.seed)
+        return generate(*load(str(folder)), how)
+
     def baseline(self) -> dict[str, dict[str, float]]:
         """What counts of bytes know, beside the demo's model."""
         if not demo.is_demo(self.args) or not {"train", "validation"} <= set(self.splits):

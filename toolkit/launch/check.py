@@ -61,6 +61,7 @@ def problems(
         *zero.json_file(config, args),
         *strategies.mesh(config, args),
         *strategies.pipeline(args, config.kind, config.get("num_processes", int, 1)),
+        *strategies.compiled(args, config.kind),
         *rules.flags(config, args, task_flags is not None),
     ]
 

@@ -17,7 +17,7 @@ import torch
 
 from toolkit.arguments import Arguments
 from toolkit.errors import UserError, raise_all
-from toolkit.launch.strategies import pipeline
+from toolkit.launch.strategies import compiled, pipeline
 from toolkit.report.console import warn
 from toolkit.report.tracker import missing_tracker
 
@@ -189,6 +189,7 @@ def _asked_in_environment(args: Arguments) -> list[str]:
     if backend.lower() != "no":
         problems.append(f"dynamo_backend: {backend} has no effect here; leave it out of the accelerate config.")
     problems += pipeline(args, _kind(), int(environment.get("WORLD_SIZE", "1")))
+    problems += compiled(args, _kind())
     problems += missing_tracker(args.report_to)
     if args.data_parallel and int(environment.get("WORLD_SIZE", "1")) > 1:
         problems.append(

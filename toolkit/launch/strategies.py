@@ -5,6 +5,9 @@ Like those in rules.py: generators of messages. What is said about the launcher 
 
 import json
 import math
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +180,36 @@ def pipeline(args: Any, kind: str, processes: int) -> list[str]:
         problems.append(
             f"--pipeline_stages {stages}: the model has {layers} layers ({args.model_name_or_path}/config.json), and a "
             "stage needs at least one."
+        )
+    return problems
+
+
+def compiled(args: Any, kind: str) -> list[str]:
+    """What stands against `--torch_compile` on this machine.
+
+    Args:
+        kind: the distributed type.
+    """
+    if not getattr(args, "torch_compile", False):
+        return []
+    others = {
+        f"distributed_type: {kind}": kind in ("DEEPSPEED", "FSDP"),
+        "--pipeline_stages": args.pipeline_stages > 1,
+        "--data_parallel": args.data_parallel,
+    }
+    problems = [
+        f"--torch_compile is for one process and DDP, not with {other}: leave it out, or use single_gpu.yaml or "
+        "multi_gpu.yaml."
+        for other, asked in others.items()
+        if asked
+    ]
+    compiler = os.environ.get("CXX", "g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if shutil.which(compiler) is None or not header.is_file():
+        lacking = f"the C++ compiler {compiler}" if shutil.which(compiler) is None else f"{header}"
+        problems.append(
+            f"--torch_compile needs {lacking}, which is not there: install g++ and the headers of Python (Debian, "
+            "Ubuntu: apt install g++ python3-dev), or leave it out."
         )
     return problems
 

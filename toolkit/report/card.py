@@ -30,7 +30,7 @@ def model_card(path: Path, facts: dict[str, Any]) -> None:
         facts: all optional but `name`: `name` (title, and what to load), `pipeline_tag` (default
             text-classification), `base_model` (folder or Hub name), `data` (a sentence or a name), `labels`
             (list of names), `results` (figure -> number), `settings` (flag -> value), `versions` (library ->
-            version).
+            version), `adapter` (whether it is one of `base_model`).
     """
     results = {key: value for key, value in facts.get("results", {}).items() if value is not None}
     facts = {**facts, "results": results}
@@ -54,7 +54,8 @@ def _front_matter(facts: dict[str, Any]) -> str:
     import yaml
 
     pipeline = facts.get("pipeline_tag", "text-classification")
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline}
+    library = "peft" if facts.get("adapter") else "transformers"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline}
     if _is_hub_name(facts.get("base_model")):
         front["base_model"] = facts["base_model"]
     front["tags"] = ["accelerate", pipeline]
@@ -66,9 +67,9 @@ def _front_matter(facts: dict[str, Any]) -> str:
 
 def _about(facts: dict[str, Any]) -> str:
     base = facts.get("base_model")
-    # A folder's place on somebody's disk is nobody else's business: its name is enough.
-    origin = f" from `{base if _is_hub_name(base) else Path(base).name}`" if base else ""
-    lines = [f"Fine-tuned{origin} with the toolkit, on Hugging Face Accelerate."]
+    what = "An adapter (LoRA), fine-tuned" if facts.get("adapter") else "Fine-tuned"
+    origin = f" from `{_shown_base(base)}`" if base else ""
+    lines = [f"{what}{origin} with the toolkit, on Hugging Face Accelerate."]
     if facts.get("data"):
         lines.append(f"Data: {facts['data']}.")
     if facts.get("labels"):
@@ -79,16 +80,27 @@ def _about(facts: dict[str, Any]) -> str:
 def _use(facts: dict[str, Any]) -> str:
     pipeline, name = facts.get("pipeline_tag", "text-classification"), facts["name"]
     auto = AUTO_CLASSES[pipeline]
+    imports, load = f"from transformers import AutoTokenizer, {auto}", f'{auto}.from_pretrained("{name}")'
+    if facts.get("adapter"):  # the config beside it knows the labels, which the base model's does not
+        imports = f"from peft import PeftModel\nfrom transformers import AutoConfig, AutoTokenizer, {auto}"
+        base = _shown_base(facts["base_model"])
+        load = f'{auto}.from_pretrained("{base}", config=AutoConfig.from_pretrained("{name}"))\n'
+        load += f'model = PeftModel.from_pretrained(model, "{name}")'
     code = f"""```python
-from transformers import AutoTokenizer, {auto}
+{imports}
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = {auto}.from_pretrained("{name}")
+model = {load}
 outputs = model(**tokenizer("Your text", return_tensors="pt"))
 ```"""
     if pipeline != "text-classification":
         return code
     return f'{code}\n\n```bash\ntoolkit predict {name} --text "Your text"\n```'
+
+
+def _shown_base(base: str) -> str:
+    """A folder's place on somebody's disk is nobody else's business: its name is enough."""
+    return base if _is_hub_name(base) else Path(base).name
 
 
 def _is_hub_name(name: str | None) -> bool:

@@ -24,7 +24,7 @@ RESULT_FILES = (
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model"),
-    *("sentencepiece.bpe.model", "bpe.codes"),
+    *("sentencepiece.bpe.model", "bpe.codes", "adapter_config.json", "adapter_model.safetensors"),
 )
 SHARDS = "model-*-of-*.safetensors"
 # These files make a folder this toolkit's; a config.json or a README.md may be anybody's.

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit import adapters
 from toolkit.arguments import Arguments, changed
 from toolkit.checkpoint.resume import AUTO, same_flags
 from toolkit.data.feed import Feed, Work
 from toolkit.data.plan import Bound, Schedule
 from toolkit.launch.environment import World, restarts
+from toolkit.models import save_config
 from toolkit.report.console import say, warn
 from toolkit.report.facts import peak_memory, versions
 from toolkit.report.progress import Progress, duration
@@ -247,11 +249,17 @@ class Run:
             write_json(self.folder / "diagnostics.json", report)
 
     def export(self, strategy: Strategy, task: Task) -> None:
-        """Write the model as `from_pretrained` reads it."""
-        weights = {name: tensor for name, tensor in strategy.weights() if tensor is not None}
+        """Write the model as `from_pretrained` reads it, or its adapters alone as peft does."""
+        model, merge = strategy.model, self.args.merge_adapter
+        weights = dict(strategy.weights(lambda name: merge or adapters.own(model, name)))
         if not self.writes:
             return
-        strategy.shell().save_pretrained(self.folder, state_dict=weights)
+        if adapters.present(model) and not merge:
+            adapters.save(self.folder, model, weights)
+            save_config(strategy.shell(), self.folder)
+        else:
+            weights = adapters.merged(model, weights) if merge else weights
+            strategy.shell().save_pretrained(self.folder, state_dict=weights)
         task.tokenizer.save_pretrained(self.folder)
 
     def close(self, task: Task, results: dict[str, dict[str, Any]], tables: dict[str, np.ndarray]) -> None:
@@ -306,6 +314,7 @@ class Run:
         facts = {
             "name": self.folder.name,
             "base_model": self.args.model_name_or_path,
+            "adapter": self.args.use_peft and not self.args.merge_adapter,
             **task.facts,
             "results": quality(figures),
             "settings": _plain(changed(self.args)),
@@ -323,6 +332,9 @@ class Run:
         if task.example:
             rows.append(("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"))
         say(table(rows))
+        sample = task.sample(self.folder)
+        if sample:
+            say(f"a sample of what it writes:\n{sample}")
 
     def _write_settings(self, status: str) -> None:
         content = {"status": status, "task": self.name, "flags": self.flags, **self.settings, "versions": versions()}

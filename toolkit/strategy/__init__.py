@@ -8,6 +8,7 @@ from toolkit.strategy.base import Strategy
 def choose(world: World, args: Arguments) -> Strategy:
     """The strategy for what the launcher started and the flags ask."""
     strategy = _choose(world, args)
+    strategy.compiled = args.torch_compile  # where a strategy cannot, the flag was refused
     if not (args.diagnostics or args.profile):
         return strategy
     from toolkit.strategy.diagnostics import Measured

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.report.console import say
-from toolkit.strategy.portable import Entry, Patience, Read, forever
+from toolkit.strategy.portable import Entry, Patience, Read, Wanted, everything, forever
 from toolkit.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Strategy(Protocol):
     def groups(self) -> list[dict]:
         """The optimizer's groups: weight decay and the names of the parameters."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+    def weights(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor | None]]:
         """The model's own names and full tensors on the CPU, one at a time; None on all ranks but the first."""
 
     def parts(self) -> Iterator[tuple[str, str, Tensor]]:

@@ -5,6 +5,15 @@ from torch import nn
 from toolkit.errors import UserError
 
 
+def compile_blocks(model: nn.Module) -> None:
+    """Have each repeated block compiled at its first use, in place, so that no name of a parameter changes.
+
+    Blocks of one kind share what is compiled. Shapes are dynamic: a new length compiles nothing.
+    """
+    for block in blocks(model)[1]:
+        block.compile(dynamic=True)
+
+
 def blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The qualified name of the list of repeated blocks, and the list.
 

@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit import adapters
+from toolkit.errors import UserError
 from toolkit.launch.environment import World
 from toolkit.phases import phase
 from toolkit.report.console import say, warn
 from toolkit.strategy.anatomy import examine
 from toolkit.strategy.base import OptimizerRule, Seed, Size, describe_unused
 from toolkit.strategy.distributed import Distributed
-from toolkit.strategy.portable import MODEL, Entry
+from toolkit.strategy.portable import MODEL, Entry, Wanted, everything
 from toolkit.strategy.schedule import FORWARD, idle_share, order
 from toolkit.strategy.single import batch_norms
-from toolkit.strategy.stages import Stage, make_plan
+from toolkit.strategy.stages import Saved, Stage, make_plan
 from toolkit.task import Batch, Task
 
 PER_STAGE = 4  # micro-batches of a step by default: stages then idle for less than a fifth of it
@@ -77,6 +79,11 @@ class Pipeline(Distributed):
         say(f"{self.plan.describe()}; every process loads the whole model before it keeps its stage")
         model.to(self.device).train()
         self.parameters = {name: p for name, p in self.stage.parameters.items() if p.requires_grad}
+        if not self.parameters:
+            raise UserError(
+                f"no parameter of stage {self.model_rank} of the pipeline is trained: leave out --lora_target_modules, "
+                "so that all blocks get adapters, or use fewer stages."
+            )
         self.tied = [self.parameters[name] for name in self.plan.tied if name in self.parameters]
         self.ends = self._group([[ranks[0], ranks[-1]] for ranks in self.pipelines]) if self.plan.tied else None
         self.optimizer = rule.make(self.parameters)
@@ -122,7 +129,7 @@ class Pipeline(Distributed):
         with self.clock.busy(), phase("backward"):
             if gradient is None:
                 self.precision.backward(given)
-            else:
+            elif given.requires_grad:  # else nothing up to here is trained
                 with torch.autocast(self.device.type, enabled=False):
                     given.backward(gradient)
         if received is not None:
@@ -173,9 +180,11 @@ class Pipeline(Distributed):
     def groups(self) -> list[dict]:
         return self.whole_groups
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+    def weights(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor | None]]:
         own = self.stage.tensors()
         for name, saved in self.plan.state.items():
+            if not wanted(name):
+                continue
             tensor = own.get(saved.name)
             if self.data_rank == 0 and saved.stage > 0:
                 if self.model_rank == saved.stage:
@@ -186,15 +195,19 @@ class Pipeline(Distributed):
             yield name, tensor.detach().cpu() if self.rank == 0 else None
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        names = {saved.name for saved in self.plan.state.values()}
+        names = {saved.name for saved in self._kept()}
         yield from ((name, tensor) for name, tensor in self.stage.tensors().items() if name in names)
 
     def entries(self) -> dict[str, Entry]:
-        model = {saved.name: Entry(saved.dtype, tuple(saved.shape)) for saved in self.plan.state.values()}
+        model = {saved.name: Entry(saved.dtype, tuple(saved.shape)) for saved in self._kept()}
         trained = [name for group in self.whole_groups for name in group["names"]]
         return {f"{MODEL}/{name}": entry for name, entry in model.items()} | {
             f"{moment}/{name}": Entry(torch.float32, model[name].shape) for moment in self.moments for name in trained
         }
+
+    def _kept(self) -> list[Saved]:
+        """The whole model's tensors that a checkpoint holds."""
+        return [saved for saved in self.plan.state.values() if adapters.own(self.model, saved.name)]
 
     def holders(self, key: str) -> Sequence[int]:
         name = key.partition("/")[2]

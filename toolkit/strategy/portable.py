@@ -11,10 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from toolkit import adapters
+
 MODEL = "model"
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # as torch names the state of each optimizer
 Patience = Callable[[], float]
 Read = Callable[[str, str], Tensor]  # kind, name -> the full tensor on the CPU
+
+
+Wanted = Callable[[str], bool]  # whether a tensor is, by its name; the same on every rank
+
+
+def everything(name: str) -> bool:
+    return True
 
 
 def forever() -> float:
@@ -58,10 +67,10 @@ class Portable:
         return MOMENTS[self.rule.name]
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters and saved buffers as this rank holds them, each once."""
-        kept = self.model.state_dict(keep_vars=True)
-        yield from self.model.named_parameters()
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in kept)
+        """The model's parameters and saved buffers as this rank holds them, each once; of adapters what is theirs."""
+        kept = {name for name in self.model.state_dict(keep_vars=True) if adapters.own(self.model, name)}
+        for tensors in (self.model.named_parameters(), self.model.named_buffers()):
+            yield from ((name, tensor) for name, tensor in tensors if name in kept)
 
     def entries(self) -> dict[str, Entry]:
         """All tensors of the state, in the order of `tensors`; the same on every rank."""

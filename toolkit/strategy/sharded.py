@@ -22,6 +22,7 @@ from toolkit.strategy import tensor
 from toolkit.strategy.base import OptimizerRule, Size, stored
 from toolkit.strategy.blocks import blocks
 from toolkit.strategy.distributed import Distributed
+from toolkit.strategy.portable import Wanted, everything
 from toolkit.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ class Sharded(Distributed):
             p.grad = None
         self.optimizer.zero_grad()
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        state = self.model.state_dict(keep_vars=True)
+    def weights(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor | None]]:
+        state = {name: p for name, p in self.model.state_dict(keep_vars=True).items() if wanted(name)}
         uses = Counter(map(id, state.values()))
         kept: dict[int, Tensor] = {}  # of those with several names
         for name, p in state.items():

@@ -20,7 +20,8 @@ from toolkit.strategy.base import (
     stored,
     without_gradient,
 )
-from toolkit.strategy.portable import Patience, Portable, forever
+from toolkit.strategy.blocks import compile_blocks
+from toolkit.strategy.portable import Patience, Portable, Wanted, everything, forever
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
 
@@ -36,6 +37,7 @@ class SingleProcess(Portable):
     alone = True
     micro_batches: int | None = None
     running = 0
+    compiled = False  # each block, at its first use
 
     def __init__(self, world: World) -> None:
         self.device = world.device
@@ -47,6 +49,8 @@ class SingleProcess(Portable):
         self.model = task.model(dtype=torch.float32).to(self.device)
         self.freeze_unused(probe)
         self.size = Size.of(self.model)
+        if self.compiled:
+            compile_blocks(self.model)
         self.forward = self.wrap(self.model, probe)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = rule.make(self.parameters)
@@ -153,9 +157,10 @@ class SingleProcess(Portable):
     def groups(self) -> list[dict]:
         return [{"weight_decay": g["weight_decay"], "names": g["names"]} for g in self.optimizer.param_groups]
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+    def weights(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in self.model.state_dict().items():
-            yield name, tensor.cpu() if self.data_rank == 0 else None
+            if wanted(name):
+                yield name, tensor.cpu() if self.data_rank == 0 else None
 
     def parts(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in self.parameters.items():

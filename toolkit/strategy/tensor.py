@@ -47,6 +47,11 @@ STYLES = {
     # A norm of each head, whole on every rank though it sees only that rank's heads: its gradient is their sum.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
 }
+# The parts of a layer with an adapter, x W + x A B, by the style of the layer: what is not named stays whole.
+ADAPTED = {
+    "colwise": {"base_layer": "colwise", "lora_B.default": "colwise"},
+    "rowwise": {"base_layer": "rowwise", "lora_A.default": "rowwise"},
+}
 ALTERNATIVES = "Use accelerate_configs/fsdp2.yaml, zero3.yaml or pipeline_parallel.yaml, which split every model."
 
 
@@ -94,7 +99,8 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
             _divide(module, mesh)
         elif style:
             # Every rank has the whole matrix and takes its part: nothing is sent.
-            parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)
+            for part, own in ADAPTED[style].items() if hasattr(module, "base_layer") else [("", style)]:
+                parallelize_module(module.get_submodule(part), mesh, STYLES[own](), src_data_rank=None)
     for first, *rest in tied:
         for name in rest:
             owner, _, attribute = name.rpartition(".")

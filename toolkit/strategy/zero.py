@@ -20,6 +20,7 @@ from toolkit.errors import UserError, raise_all
 from toolkit.launch.environment import World
 from toolkit.report.console import say
 from toolkit.strategy.base import OptimizerRule, Size, Update, stored
+from toolkit.strategy.portable import Wanted, everything
 from toolkit.strategy.zero_state import ZeROState
 from toolkit.task import Batch, Task
 
@@ -97,14 +98,16 @@ class ZeRO(ZeROState):
     def infer(self, batch: Batch) -> Mapping[str, Tensor]:
         return self.whole(**batch.to(self.device).inputs)
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+    def weights(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor | None]]:
         if self.stage < 3:
-            yield from super().weights()
+            yield from super().weights(wanted)
             return
         from deepspeed import zero
 
         full: dict[int, Tensor] = {}  # tied ones come once
         for name, p in self.model.state_dict(keep_vars=True).items():
+            if not wanted(name):
+                continue
             if id(p) not in full:
                 with zero.GatheredParameters([p]):
                     full[id(p)] = p.detach().cpu().clone() if self.rank == 0 else None
