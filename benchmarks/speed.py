@@ -114,7 +114,9 @@ def run_bare(data, seed, out):
     from toolkit.arguments import parse
     from toolkit.classification.task import Classification
     from toolkit.data.feed import Feed
+    from toolkit.launch.machine import detect
     from toolkit.settings import make_schedule
+    from toolkit.strategy.cost import overhead
     from toolkit.strategy.memory import default_bound
 
     flags = ["--train_file", str(data / "train.csv"), "--validation_file", str(data / "dev.csv")]
@@ -123,7 +125,7 @@ def run_bare(data, seed, out):
     splits = task.prepare()
     cpu = torch.device("cpu")
     schedule = make_schedule(task.args, BATCH, splits["train"].lengths)
-    feed = Feed(task, splits["train"], schedule, 0, 1, default_bound(None, 1, cpu), cpu)
+    feed = Feed(task, splits["train"], schedule, 0, 1, default_bound(None, 1, cpu), overhead(cpu, "bf16", detect().amx))
     work = list(feed)
     model = task.model(dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)

@@ -72,7 +72,7 @@ def feed_of(lengths=LENGTHS, global_batch=512, rows=None, devices=1):
     samples = random_rows(lengths)
     bound = default_bound(rows, devices, torch.device("cuda"))
     schedule = Schedule(len(lengths), global_batch, 1, 0)
-    return Feed(TinyLM(samples), samples, schedule, 0, 1, bound, torch.device("cpu"))
+    return Feed(TinyLM(samples), samples, schedule, 0, 1, bound)
 
 
 def found(device, feed=None, rule=ADAMW):

@@ -1,5 +1,6 @@
 """Order and cut: which samples make a step, and how they are dealt out."""
 
+import itertools
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from toolkit.data.plan import GROUPING_SPAN, Bound, Schedule, cut, order, pieces
+from toolkit.strategy.cost import overhead
 
 
 def lists(batches):
@@ -133,6 +135,28 @@ def test_overhead_decides_between_padding_and_passes():
     lengths = [50, 50, 2, 2, 2, 2]
     assert len(cut(lengths, 1, Bound(), 0)[0]) == 2  # 100 + 8 tokens
     assert len(cut(lengths, 1, Bound(), 10_000)[0]) == 1  # 300 tokens in one pass
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_no_cut_into_consecutive_pieces_is_cheaper_for_one_rank(bound):
+    draw = random.Random(5)
+    for fixed in (0, 7, 48, 250):
+        lengths = [draw.choice([3, 5, 8, 13, 40]) for _ in range(draw.randint(1, 10))]
+        descending = sorted(lengths, reverse=True)
+        costs = []
+        for where in itertools.product([False, True], repeat=len(lengths) - 1):
+            ends = [i + 1 for i, ends_here in enumerate(where) if ends_here] + [len(lengths)]
+            pieces = [descending[a:b] for a, b in zip([0, *ends], ends)]
+            if all(len(piece) <= bound.rows_at(piece[0]) for piece in pieces):
+                costs.append(sum(len(piece) * piece[0] + fixed for piece in pieces))
+        (found,) = cut(lengths, 1, bound, fixed)
+        assert padded(found, lengths) + fixed * len(found) == min(costs)
+
+
+def test_a_pass_costs_more_tokens_where_tokens_are_cheap():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert overhead(cpu, "no", amx=True) == overhead(cpu, "bf16", amx=False) == overhead(cpu, "fp16", amx=True)
+    assert overhead(cpu, "no", amx=True) < overhead(cpu, "bf16", amx=True) < overhead(gpu, "bf16", amx=False)
 
 
 def test_pieces_are_consecutive():

@@ -31,6 +31,7 @@ from toolkit.settings import (
 from toolkit.step import Stepper
 from toolkit.strategy import choose
 from toolkit.strategy.base import OptimizerRule, Strategy
+from toolkit.strategy.cost import overhead
 from toolkit.strategy.memory import CudaMeter, default_bound, find_bound, out_of_memory
 from toolkit.task import Samples, Streamed, Task
 
@@ -106,7 +107,8 @@ def _prepare(
         strategy.data_rank,
         strategy.data_world,
         bound,
-        world.device,
+        overhead(world.device, world.precision, strategy.agree(detect().amx)),
+        world.device.type == "cuda",
         args.dataloader_num_workers,
         strategy.micro_batches,
     )

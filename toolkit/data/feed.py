@@ -6,17 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.plan import Bound, Schedule, Step, StreamSchedule, cut
 from toolkit.phases import fetched
 from toolkit.task import Batch, Samples, Task
-
-# The fixed cost of a micro-batch, in padded tokens: small on a CPU, where finer cuts save padding, large
-# on an accelerator, where each pass costs launches that many tokens could use.
-OVERHEAD = {"cpu": 48.0}
-OVERHEAD_ELSEWHERE = 4096.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,8 @@ class Feed:
 
     Args:
         bound: may be lowered while training; steps not yet begun then follow the new one.
+        overhead: fixed cost of a micro-batch, in padded tokens.
+        pin: hand out page-locked memory, for copies to an accelerator.
         workers: processes that collate ahead; 0: between the steps.
         micro_batches: of a step, where the strategy asks for a number.
     """
@@ -50,14 +46,14 @@ class Feed:
         rank: int,
         world: int,
         bound: Bound,
-        device: torch.device,
+        overhead: float = 0.0,
+        pin: bool = False,
         workers: int = 0,
         micro_batches: int | None = None,
     ) -> None:
         self.task, self.samples, self.schedule = task, samples, schedule
         self.rank, self.world, self.bound = rank, world, bound
-        self.overhead = OVERHEAD.get(device.type, OVERHEAD_ELSEWHERE)
-        self.pin = device.type == "cuda"
+        self.overhead, self.pin = overhead, pin
         self.workers = workers
         self.micro_batches = micro_batches
         self.position: dict[str, Any] | None = None  # of a stream, behind the last work that was handed out

@@ -5,6 +5,7 @@ speed and memory, and is computed by every rank without communication.
 """
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,9 @@ def cut(
     """Cut one global batch into micro-batches: for each data rank a list of lists of positions.
 
     Every rank gets the same number of micro-batches (an empty one is a filler), since collectives must
-    pair up; together they hold each position exactly once. Of all counts of micro-batches the one with
-    the least time is taken: padded tokens of the busiest rank plus `overhead` tokens per micro-batch.
+    pair up; together they hold each position exactly once. Least time is wanted: padded tokens of the
+    busiest rank plus `overhead` tokens per micro-batch. One rank gets the least there is; several get
+    pieces of like size, in the number of micro-batches that takes the least time.
 
     Args:
         lengths: tokens of each sample of the global batch.
@@ -80,6 +82,8 @@ def cut(
     """
     ranked = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in ranked]
+    if data_world == 1 and not wanted:
+        return [[ranked[start:end] for start, end in _cheapest(descending, bound, overhead)]]
     best: tuple[float, list[list[tuple[int, int]]]] | None = None
     count = max(wanted or 1, -(-len(pieces(descending, bound)) // data_world))
     while True:
@@ -105,6 +109,30 @@ def pieces(descending: Sequence[int], bound: Bound, cost: float = math.inf) -> l
         found.append((start, start + rows))
         start += rows
     return found
+
+
+def _cheapest(descending: Sequence[int], bound: Bound, overhead: float) -> list[tuple[int, int]]:
+    """Consecutive pieces in bounds of the least padded tokens plus `overhead` tokens a piece.
+
+    By dynamic programming over the places where a piece may end: where the length changes, or where it is full.
+    """
+    count = len(descending)
+    changes = [i for i in range(1, count) if descending[i] < descending[i - 1]] + [count]
+    least = [0.0] + [math.inf] * count  # cost of the rows before each place
+    begin = [0] * (count + 1)  # of the piece that ends there
+    for start in range(count):
+        if least[start] == math.inf:
+            continue
+        length = max(1, descending[start])
+        full = min(start + bound.rows_at(length), count)
+        for end in (*changes[bisect(changes, start) : bisect(changes, full)], full):
+            cost = least[start] + (end - start) * length + overhead
+            if cost < least[end]:
+                least[end], begin[end] = cost, start
+    found = [(begin[count], count)]
+    while found[-1][0] > 0:
+        found.append((begin[found[-1][0]], found[-1][0]))
+    return found[::-1]
 
 
 def _tightest(descending: Sequence[int], count: int, bound: Bound) -> list[tuple[int, int]]:

@@ -20,13 +20,14 @@ class Machine:
     cores: int
     memory: int  # bytes of main memory
     bf16_units: bool = False  # the processor multiplies bfloat16 in hardware, so that bf16 is faster
+    amx: bool = False  # and in matrix units at that, which is faster still
 
 
 def detect() -> Machine:
     """Look at the machine this process runs on."""
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus, flags = torch.cuda.device_count(), _processor_flags()
     mps = gpus == 0 and torch.backends.mps.is_available()
     properties = [torch.cuda.get_device_properties(index) for index in range(gpus)]
     return Machine(
@@ -40,7 +41,8 @@ def detect() -> Machine:
         mps=mps,
         cores=_cores(),
         memory=_memory(),
-        bf16_units=_has_bf16_units(),
+        bf16_units=bool(flags & {"amx_bf16", "avx512_bf16"}),
+        amx="amx_bf16" in flags,
     )
 
 
@@ -67,9 +69,9 @@ def _memory() -> int:
     return min(total, limit)
 
 
-def _has_bf16_units() -> bool:
+def _processor_flags() -> set[str]:
+    """What Linux says of the processor's instructions; nothing elsewhere."""
     try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
+        return set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
-    return bool(flags & {"amx_bf16", "avx512_bf16"})
+        return set()
