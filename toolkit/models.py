@@ -10,7 +10,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
-from toolkit import adapters
+from toolkit import adapters, dropout
 from toolkit.arguments import Arguments
 from toolkit.data.demo import on_hub
 from toolkit.errors import UserError
@@ -104,6 +104,8 @@ def load_model(
         start(model, fresh)
     if args.use_peft:
         adapters.add(model, auto_class, args, fresh)
+    if not args.torch_compile:  # which fuses dropout into its neighbours
+        dropout.install(model, attention=args.attn_implementation is None and not torch.accelerator.is_available())
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
