@@ -10,7 +10,6 @@ import argparse
 import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,10 +54,9 @@ def score(model: Path, file: Path, packing: str, rows: int) -> dict[str, float]:
 
     AcceleratorState._reset_state()
     words = ["--model_name_or_path", model, "--train_file", file, "--validation_file", file, "--packing", packing]
-    with tempfile.TemporaryDirectory() as cache:
-        args = parse(LanguageModelingArguments, [str(word) for word in [*words, "--cache_dir", cache]])
-        task, strategy = LanguageModeling(args), choose(connect(args, []), args)
-        samples = task.prepare()["validation"]
+    args = parse(LanguageModelingArguments, [str(word) for word in words])
+    task, strategy = LanguageModeling(args), choose(connect(args, []), args)
+    samples = task.prepare()["validation"]
     rule = OptimizerRule("adamw", (0.9, 0.999), 1e-8, 0.0, 1.0)
     strategy.build(task, rule, collate(task, samples, np.arange(2), 0))
     return task.score("validation", outputs(strategy, task, samples, Bound(rows)))
