@@ -68,7 +68,8 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
     scores = torch.matmul(query * (scaling or query.shape[-1] ** -0.5), key.transpose(2, 3))
     if masked:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        # Added, not filled in: that costs nothing backward. Finite, so that a row of nothing but padding stays so.
+        scores += torch.where(attention_mask, 0.0, torch.finfo(scores.dtype).min / 2).to(scores.dtype)
     weights = F.softmax(scores, -1)
     return torch.matmul(weights * _scale(weights, dropout), value).transpose(1, 2).contiguous(), None
 
