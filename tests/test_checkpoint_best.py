@@ -78,11 +78,6 @@ def test_what_is_no_number_is_never_the_best(tmp_path):
     [
         (["--load_best_model_at_end"], [], "there is no labelled validation data"),
         (["--metric_for_best_model", "acuracy"], METRICS, "Did you mean `accuracy`?"),
-        (
-            ["--early_stopping_patience", 2, "--eval_strategy", "no"],
-            METRICS,
-            "with --eval_strategy no there is no best",
-        ),
     ],
 )
 def test_a_best_that_cannot_be_told(words, metrics, said, tmp_path):

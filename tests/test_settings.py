@@ -162,6 +162,7 @@ def test_j11_accumulation_set_elsewhere(monkeypatch):
         ({"save_steps": 2.5, "save_strategy": "steps"}, "--save_steps 2.5"),
         ({"save_total_limit": 0}, "--save_total_limit 0"),
         ({"early_stopping_patience": 0}, "--early_stopping_patience 0"),
+        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "--load_best_model_at_end: with --eval_strategy no"),
         ({"allow_changed": ["seed"]}, "--allow_changed has no effect"),
         ({"warmup_steps": 2, "lr_scheduler_type": "constant"}, "use constant_with_warmup"),
         ({"hub_model_id": "me/model"}, "--push_to_hub"),

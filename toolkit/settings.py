@@ -76,6 +76,8 @@ def check_flags(args: Arguments) -> list[str]:
         steps = getattr(args, name)
         if steps is not None and not 0 < steps < math.inf:
             problems.append(f"--{name} {steps}: a number of steps, or a share of them below 1.")
+    if args.eval_strategy == "no" and (asked := best_flags(args)):
+        problems.append(f"{asked}: with --eval_strategy no there is no best; use epoch or steps.")
     if args.allow_changed and not args.resume_from_checkpoint:
         problems.append("--allow_changed has no effect without --resume_from_checkpoint.")
     if args.lr_scheduler_type == "constant" and args.warmup_steps:
@@ -93,6 +95,12 @@ def check_flags(args: Arguments) -> list[str]:
             "--global_batch_size and let the machine decide how to cut it."
         )
     return problems
+
+
+def best_flags(args: Arguments) -> str:
+    """The flags given that need an evaluation to be the best, for a message; empty: there is none."""
+    names = ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
+    return " and ".join(f"--{name}" for name in names if getattr(args, name))
 
 
 def batch_sizes(args: Arguments, devices: int) -> tuple[BatchSizes, list[str]]:

@@ -11,6 +11,7 @@ from toolkit.checkpoint.folder import rotate
 from toolkit.data.plan import Schedule
 from toolkit.errors import UserError, nearest
 from toolkit.report.console import say, warn
+from toolkit.settings import best_flags
 
 LOSS = "loss"
 # Figures that are better smaller, by how their names end; `dev_loss` is a loss.
@@ -49,26 +50,16 @@ class Keeper:
             self.greater = not self.metric.endswith(SMALLER)
         self.best = Best(self.metric)
         self._due = save_steps(args, schedule)
-        asked = [
-            flag
-            for flag, value in {
-                "--load_best_model_at_end": args.load_best_model_at_end,
-                "--early_stopping_patience": args.early_stopping_patience,
-                "--metric_for_best_model": args.metric_for_best_model,
-            }.items()
-            if value
-        ]
+        asked = best_flags(args)
         if not asked:
             return
         if not metrics:
-            raise UserError(f"{' and '.join(asked)}: there is no labelled validation data to tell the best by.")
+            raise UserError(f"{asked}: there is no labelled validation data to tell the best by.")
         if self.metric not in metrics:
             raise UserError(
                 f"--metric_for_best_model {self.metric}: an evaluation has {', '.join(metrics)}."
                 f"{nearest(self.metric, metrics)}"
             )
-        if args.eval_strategy == "no":
-            raise UserError(f"{' and '.join(asked)}: with --eval_strategy no there is no best; use epoch or steps.")
         say(f"the best evaluation is the one with the {'greatest' if self.greater else 'smallest'} {self.metric}")
 
     def due(self, step: int, ends_epoch: bool) -> bool:
