@@ -283,7 +283,9 @@ def test_c13_a_damaged_checkpoint(kind, files, straight, tmp_path, capfd):
     damage(out / "checkpoint-12" / name)
     left = {file.name: file.read_bytes() for file in (out / "checkpoint-12").iterdir()}
     words = flags(files, tmp_path / "other", resume_from_checkpoint=out / "checkpoint-12")
-    assert said in refused(words)[0] and not (tmp_path / "other").exists()
+    messages = refused(words)
+    assert said in messages[0] and not (tmp_path / "other").exists()
+    assert "--resume_from_checkpoint auto" in messages[-1]  # what to do
     with mock.patch.object(Stepper, "take", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run_here(flags(files, out, resume_from_checkpoint="auto"))
     error = capfd.readouterr().err
@@ -297,7 +299,11 @@ def test_c13_a_damaged_checkpoint(kind, files, straight, tmp_path, capfd):
     for _, path in named(out):
         flip(path / "model-00001-of-00001.safetensors")
     (out / "run.json").unlink()
-    assert "none of the checkpoints" in refused(flags(files, out, resume_from_checkpoint="auto"))[0]
+    messages = refused(flags(files, out, resume_from_checkpoint="auto"))
+    assert "none of the checkpoints" in messages[0] and "--overwrite_output_dir" in messages[-1]
+    capfd.readouterr()
+    assert command(["checkpoint", "export", str(out), "--output_dir", str(tmp_path / "model")]) == 2
+    assert "--overwrite_output_dir" not in capfd.readouterr().err  # the advice to a training
 
 
 def test_no_checkpoint_where_one_is_named(files, straight, tmp_path):
@@ -362,6 +368,7 @@ def test_every_difference_is_named_before_the_model_is_loaded(files, straight, t
     messages = refused([*words, "--allow_changed", allowed])
     assert "is a checkpoint of another model" in messages[0] and "it has no model/bert.encoder.layer.2" in messages[1]
     assert "Did you mean `learning_rate`?" in refused([*words, "--allow_changed", "learning_rat"])[0]
+    assert "seed, " in refused([*words, "--allow_changed", "nonsense"])[0]  # all names there are
 
 
 def test_dropout_of_the_flag_is_told_once(files, straight, tmp_path):
@@ -403,6 +410,10 @@ def test_a_finished_run_is_extended_when_that_is_meant(files, straight, tmp_path
     longer = flags(files, tmp_path / "out", "--max_steps", 17, resume_from_checkpoint="auto")
     assert "(total_steps): 15 in the checkpoint, 17 here." in refused(longer)[1]
     equal(tmp_path / "out", straight)  # nothing was changed
+    shorter = flags(files, tmp_path / "out", "--max_steps", 3, resume_from_checkpoint="auto")
+    ends = refused([*shorter, "--allow_changed", "total_steps"])
+    assert "is after step 12, and the run is to end after step 3." in ends[0]
+    equal(tmp_path / "out", straight)
     done = run_here([*longer, "--allow_changed", "total_steps"])
     assert [row["step"] for row in done] == list(range(1, 18))
 
@@ -633,7 +644,8 @@ def test_the_command_says_what_is_wrong(straight, tmp_path, capsys):
     }
     for said, words in calls.items():
         assert command(["checkpoint", *map(str, words)]) == 2
-        assert said in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert said in shown.err and not shown.out
     assert command(["checkpoint", "--help"]) == 0 and "export PATH" in capsys.readouterr().out
     damaged = shutil.copytree(straight / "checkpoint-8", tmp_path / "run" / "checkpoint-8")
     flip(damaged / "tokenizer.json")

@@ -66,7 +66,8 @@ def show(path: Path) -> None:
             texts.append(table(_facts(Checkpoint(folder))))
         except UserError as error:
             problems += error.messages
-    print("\n\n".join(texts))
+    if texts:
+        print("\n\n".join(texts))
     if problems:
         raise UserError(*problems)
 

@@ -183,10 +183,7 @@ def newest(folder: Path) -> Checkpoint | None:
         except UserError as error:
             warn(f"passed over: {error.messages[0]}")
     if named(folder):
-        raise UserError(
-            f"none of the checkpoints in {folder} is whole, so there is nothing to go on from. Begin anew with another "
-            "--output_dir, or without --resume_from_checkpoint and with --overwrite_output_dir."
-        )
+        raise UserError(f"none of the checkpoints in {folder} is whole.")
     return None
 
 

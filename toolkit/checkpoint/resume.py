@@ -26,6 +26,11 @@ UNRELATED = {
 }
 LENGTH = "total_steps"
 SHOWN = 6  # fields of a config
+ANEW = (
+    "So there is nothing to go on from. Begin anew with another --output_dir, or without --resume_from_checkpoint and "
+    "with --overwrite_output_dir."
+)
+ANOTHER = "Name another one, or let --resume_from_checkpoint auto take the one in --output_dir that was written last."
 WORDS = {
     "data": "the training data (data)",
     "base": "the model that the adapters build on (base)",
@@ -39,11 +44,14 @@ def find(wanted: str, folder: Path) -> Checkpoint | None:
     Raises:
         UserError: the one that is named is no checkpoint, or not whole; or none of several is.
     """
-    if wanted == AUTO:
-        return newest(folder)
-    found = Checkpoint(wanted)
-    found.verify()
-    return found
+    try:
+        if wanted == AUTO:
+            return newest(folder)
+        found = Checkpoint(wanted)
+        found.verify()
+        return found
+    except UserError as error:
+        raise UserError(*error.messages, ANEW if wanted == AUTO else ANOTHER) from None
 
 
 def training(args: Arguments, schedule: Schedule, data: str, config: Any) -> dict[str, Any]:
@@ -74,13 +82,14 @@ def same_flags(saved: Mapping[str, Any], args: Arguments) -> bool:
 
 
 def check_same(checkpoint: Checkpoint, now: Mapping[str, Any], allowed: list[str]) -> None:
-    """Make sure that the training is the checkpoint's, but for what is allowed to differ.
+    """Make sure that the training is the checkpoint's, but for what is allowed to differ, and goes beyond it.
 
     Raises:
-        UserError: it lists each difference, and names the flag that allows them.
+        UserError: it lists each difference, and names the flag that allows them; or the run ends before the checkpoint.
     """
+    every = f" It can be {', '.join(now)}."
     unknown = [
-        f"--allow_changed {name}: nothing of this name defines a training.{nearest(name, now)}"
+        f"--allow_changed {name}: nothing of this name defines a training.{nearest(name, now) or every}"
         for name in allowed
         if name not in now
     ]
@@ -96,6 +105,11 @@ def check_same(checkpoint: Checkpoint, now: Mapping[str, Any], allowed: list[str
             f"{checkpoint.path} is a checkpoint of another training:",
             *(texts[name] for name in refused),
             f"Give it what it had, or say that this is meant: --allow_changed {everything}",
+        )
+    if checkpoint.step > now[LENGTH]:
+        raise UserError(
+            f"{checkpoint.path} is after step {checkpoint.step}, and the run is to end after step {now[LENGTH]}. Give "
+            "a greater --max_steps or --num_train_epochs, or an earlier checkpoint."
         )
     for text in texts.values():
         say(f"changed, as allowed: {text}")
