@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -62,6 +63,22 @@ def test_the_global_batch_is_said_outright(tmp_path):
     assert same_step([])[-2:] == ["--global_batch_size", "32"]
     assert without_flag(["--a=1", "--b", "2", "--ab", "3"], "--b") == ["--a=1", "--ab", "3"]
     assert short_run(["--learning_rate", "1e-3"], 5)[-2:] == ["--learning_rate", "5e-05"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("", "empty"),
+        ("zero2 'x", "No closing quotation"),
+        ("zero2 --num_processes two", "--num_processes: invalid int value: 'two'"),
+        ("zero2 --num_processes", "--num_processes: expected one argument"),
+        ("zero2 --num_processes=0", "expected at least 1"),
+        ("tasks/classify.py", "stand behind `--`"),
+    ],
+)
+def test_a_case_that_cannot_be_read(words, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        Case.read(words, CPU)
 
 
 def test_words_before_and_after_the_dashes(tmp_path):

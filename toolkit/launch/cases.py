@@ -1,5 +1,6 @@
 """The same short training under several configs, each in its own launch."""
 
+import argparse
 import os
 import shlex
 import signal
@@ -34,16 +35,12 @@ class Case:
         config says.
 
         Raises:
-            UserError: there is no such config.
+            UserError: there is no such config, or the words are none.
         """
-        name, *flags = shlex.split(words)
+        name, asked, flags = _case_words(words)
         config = read_config(find_config(name))
-        processes = config.local_processes
-        if "--num_processes" in flags[:-1]:
-            at = flags.index("--num_processes")
-            processes = int(flags[at + 1])
-            del flags[at : at + 2]
-        elif machine.gpus and config.kind != "NO":
+        processes = asked or config.local_processes
+        if asked is None and machine.gpus and config.kind != "NO":
             processes = machine.gpus
         given = {flag for flag in flags if flag.startswith("--")}
         needed, at = list(config.flags), 0
@@ -101,6 +98,23 @@ def all_cases(machine: Machine) -> list[Case]:
     """Every checked-in config but the reference."""
     names = sorted(file.stem for file in configs_folder().glob("*.yaml"))
     return [Case.read(name, machine) for name in names if name != REFERENCE]
+
+
+def _case_words(words: str) -> tuple[str, int | None, list[str]]:
+    """The config's name, the number of processes where it is said, and the task flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--num_processes", type=int)
+    try:
+        name, *flags = shlex.split(words)
+        options, flags = parser.parse_known_args(flags)
+    except (ValueError, argparse.ArgumentError) as error:
+        reason = error if words.strip() else "empty"
+        raise UserError(f'CONFIG "{words}": {reason}. Give a name, or in quotes a name with flags.') from None
+    if name.endswith(".py"):
+        raise UserError(f"{name} is no config: the task script and its flags stand behind `--`: -- {name} …flags.")
+    if options.num_processes is not None and options.num_processes < 1:
+        raise UserError(f'CONFIG "{words}": --num_processes {options.num_processes}: expected at least 1.')
+    return name, options.num_processes, flags
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], Path, list[str]]:
