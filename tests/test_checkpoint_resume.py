@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from tests.runs import read_rows, run_here, run_launched
 from tests.tiny import LINES, save_tiny_bert, save_tiny_classifier, write_csv
@@ -416,6 +418,16 @@ def test_a_finished_run_is_extended_when_that_is_meant(files, straight, tmp_path
     equal(tmp_path / "out", straight)
     done = run_here([*longer, "--allow_changed", "total_steps"])
     assert [row["step"] for row in done] == list(range(1, 18))
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_model_that_cannot_be_written_costs_what_came_behind_the_checkpoint(kind, files, straight, tmp_path):
+    full = mock.patch.object(PreTrainedModel, "save_pretrained", side_effect=kind("No space left on device"))
+    with full:
+        messages = refused(flags(files, tmp_path / "out"))
+    assert "No space left on device. Make room" in messages[0]
+    run_here(flags(files, tmp_path / "out", resume_from_checkpoint="auto"))
+    equal(tmp_path / "out", straight)
 
 
 def test_a_model_of_the_same_config_with_other_tensors(files, straight, tmp_path):

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -194,3 +196,21 @@ def _plain(value: Any) -> Any:
 
 
 _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # and NaN: null
+
+
+@contextmanager
+def model_written_to(folder: Path) -> Iterator[None]:
+    """Inside it a model is written.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    from safetensors import SafetensorError  # its own error for a full disk
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the model cannot be written to {folder}: {error}. Make room, and go on from the last checkpoint by the "
+            "same command with --resume_from_checkpoint auto."
+        ) from None

@@ -30,6 +30,7 @@ from toolkit.report.results import (
     check_output,
     claim_output,
     last_folder,
+    model_written_to,
     new_folder,
     read_metrics,
     remove_checkpoints,
@@ -254,13 +255,14 @@ class Run:
         weights = dict(strategy.weights(lambda name: merge or adapters.own(model, name)))
         if not self.writes:
             return
-        if adapters.present(model) and not merge:
-            adapters.save(self.folder, model, weights)
-            save_config(strategy.shell(), self.folder)
-        else:
-            weights = adapters.merged(model, weights) if merge else weights
-            strategy.shell().save_pretrained(self.folder, state_dict=weights)
-        task.tokenizer.save_pretrained(self.folder)
+        with model_written_to(self.folder):
+            if adapters.present(model) and not merge:
+                adapters.save(self.folder, model, weights)
+                save_config(strategy.shell(), self.folder)
+            else:
+                weights = adapters.merged(model, weights) if merge else weights
+                strategy.shell().save_pretrained(self.folder, state_dict=weights)
+            task.tokenizer.save_pretrained(self.folder)
 
     def close(self, task: Task, results: dict[str, dict[str, Any]], tables: dict[str, np.ndarray]) -> None:
         """Write the results and say how it went."""
