@@ -218,8 +218,10 @@ def same(rows, reference):
     assert [row["grad_norm"] for row in rows] == pytest.approx(reference[1], rel=NORM)
 
 
-def test_one_process(folder, reference):
-    same(run_here(flags(folder / "model", folder / "train.txt", folder / "one"), task="language_modeling"), reference)
+@pytest.mark.parametrize("more", [[], ["--attn_implementation", "eager"]], ids=["as it is", "eager attention"])
+def test_one_process(more, folder, reference, tmp_path):
+    words = flags(folder / "model", folder / "train.txt", tmp_path / "one", BLOCK, *more)
+    same(run_here(words, task="language_modeling"), reference)
 
 
 @pytest.mark.parametrize("way", WAYS)

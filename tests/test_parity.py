@@ -107,6 +107,7 @@ CUTS = {
     "DataParallel x 4": ["--data_parallel", "--data_parallel_replicas", 4, "--data_parallel_loss", "replica"],
     "collating workers": ["--dataloader_num_workers", 1],
     "gradient checkpointing": ["--gradient_checkpointing"],
+    "eager attention": ["--attn_implementation", "eager"],
 }
 
 
