@@ -192,12 +192,12 @@ def test_the_number_of_steps_is_asked_for(folder):
         run_here(given[:at] + given[at + 2 :], task="language_modeling")
 
 
-def streamed(folder, file, how, block=BLOCK, check=lambda tokens: None):
+def streamed(folder, file, how, block=BLOCK, check=lambda tokens: None, tokenizer=None):
     from tasks.language_modeling import LanguageModelingArguments
     from toolkit.arguments import parse
 
     args = parse(LanguageModelingArguments, flags(folder, "none", file))
-    return Streamed(args, byte_tokenizer(), block, how, None, check)
+    return Streamed(args, tokenizer or byte_tokenizer(), block, how, None, check)
 
 
 @pytest.mark.parametrize("how", ["best_fit", "none"])
@@ -206,6 +206,16 @@ def test_what_is_tried_has_the_greatest_length(how, folder):
     assert samples.lengths.max() == BLOCK == len(samples[len(samples) - 1]["positions"])
     drawn = next(samples.batches(2, None))
     assert [len(drawn.samples[i]["tokens"]) <= drawn.samples.lengths[i] for i in range(len(drawn.samples))]
+
+
+def test_a_fingerprint_is_of_files_cutting_and_tokenizer(folder):
+    other = byte_tokenizer()
+    other.add_tokens(["one", "two", "three"])
+    ways = [("three", "none"), ("three", "best_fit"), ("short", "none")]
+    found = [streamed(folder, *way).fingerprint() for way in ways]
+    found.append(streamed(folder, "three", "none", tokenizer=other).fingerprint())
+    assert len(set(found)) == 4
+    assert streamed(folder, "three", "none").fingerprint() == found[0]
 
 
 def test_samples_are_named_by_their_places(folder):

@@ -183,8 +183,11 @@ class Streamed:
         return self._rows[sample]
 
     def fingerprint(self) -> str:
-        """Of the files and how they become samples."""
-        return hashlib.blake2b(f"{self._open(None).fingerprint()} {self._cut}".encode(), digest_size=16).hexdigest()
+        """Of the files and how they become samples; what columns and tokenizer make of them shows in the first ones."""
+        digest = hashlib.blake2b(f"{self._open(None).fingerprint()} {self._cut}".encode(), digest_size=16)
+        for row in self._rows:
+            digest.update(np.concatenate([row["tokens"], row["labels"]]).astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def batches(self, size: int, position: dict[str, Any] | None) -> Iterator[Drawn]:
         stream = self._open(position)

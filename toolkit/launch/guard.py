@@ -142,7 +142,7 @@ def _tell_launcher(message: str, follows: bool) -> None:
     if file is None:
         return
     # For torchrun the earliest failure is the root cause, and it may notice a killed rank late.
-    timestamp = int(time.time()) + (3600 if follows else -1)
+    timestamp = int(time.time()) + (60 if follows else -1)
     content = {"message": {"message": message, "extraInfo": {"py_callstack": message, "timestamp": timestamp}}}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
