@@ -209,6 +209,8 @@ def test_a_run_goes_on_from_another_strategys_checkpoint(way, runs, texts, tmp_p
     assert command(["checkpoint", "export", str(saved), "--output_dir", str(tmp_path / "taken")]) == 0
     assert not [*(tmp_path / "taken").glob("model*")]
     load_language_model(str(tmp_path / "taken"))
+    with pytest.raises(UserError, match="taken is an adapter of a causal language model, and"):
+        load_classifier(str(tmp_path / "taken"))
 
 
 def test_an_adapter_is_evaluated_and_trained_on_as_any_model(runs, tmp_path):

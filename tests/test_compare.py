@@ -106,6 +106,9 @@ def test_spread():
         (["--nonsense"], "Flags of the task stand behind"),
         (["zero2", "--from", "a.json"], "leave out zero2"),
         (["--from", "no.json"], "no.json: cannot be read"),
+        (["--from", "output/compare/compare.json"], "would be written over it"),
+        (["--output_dir", f"{ROOT}/README.md"], "README.md is a file"),
+        (["--output_dir", f"{ROOT}/README.md/deep", "--from", "a.json"], "inside of one"),
     ],
 )
 def test_mistakes_of_the_user(words, told, tmp_path, monkeypatch):

@@ -117,6 +117,10 @@ def test_a_rehearsal_recommends_nothing_and_says_what_it_knows():
     assert "8 of the configs train what single_gpu trains (the loss differs by at most 8.8e-07)" in verdict["why"]
     # 4 bytes x 22.714M parameters x (0.5 + 0.5 + 1), and x 4
     assert "from 182 MB (fsdp2) to 363 MB (single_gpu)" in verdict["why"]
+    two = rehearsal()
+    two["configs"] = [of(two, "single_gpu"), of(two, "multi_gpu")]  # which hold the same
+    why = recommend(two)["why"]
+    assert "What can be said: multi_gpu trains what single_gpu trains" in why and "training state" not in why
 
 
 def test_runs_side_by_side():

@@ -184,7 +184,7 @@ def from_pretrained(auto_class: Any, name: str, **how: Any) -> Any:
     """As `auto_class.from_pretrained`; of a folder with an adapter, its base model with the adapter merged into it.
 
     Raises:
-        UserError: the base model is not there, peft is not, or the folder holds a pickle.
+        UserError: the base model is not there, peft is not, the folder holds a pickle, or it is another task's.
     """
     if not is_adapter(name):
         return auto_class.from_pretrained(name, **how)
@@ -197,6 +197,10 @@ def from_pretrained(auto_class: Any, name: str, **how: Any) -> Any:
     if not (Path(name) / WEIGHTS).is_file():
         raise UserError(f"{name}: an adapter without {WEIGHTS}; other files may hold code and are not read.")
     config = PeftConfig.from_pretrained(name)
+    known = {"SEQ_CLS": "a classifier", "CAUSAL_LM": "a causal language model"}
+    is_of, wanted = known.get(config.task_type), known.get(TASKS.get(auto_class.__name__))
+    if is_of and wanted and is_of != wanted:
+        raise UserError(f"{name} is an adapter of {is_of}, and {wanted} is needed here.")
     base = config.base_model_name_or_path or ""
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise UserError(f"{name} is an adapter of the model {base}, which is not there: put it back.")

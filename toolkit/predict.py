@@ -96,6 +96,8 @@ def load(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
             AutoModelForSequenceClassification, name, output_loading_info=True, **how
         )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # each library has its own way to say that a file is missing, foreign or broken
         reason = " ".join(str(error).split())
         raise UserError(f"model {name} cannot be loaded as a sequence classifier: {reason}") from None

@@ -29,6 +29,8 @@ quotes may carry flags:
   toolkit compare multi_gpu "pipeline_parallel --num_processes 4 --pipeline_stages 4" -- tasks/classify.py …
 With --from: earlier comparisons on one page, of two machines or two versions, say."""
 
+RESULT = "compare.json"
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `toolkit compare`; 0 also where configs failed, which is what the comparison then tells."""
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         comparison = measure(options, script, task_flags)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "compare.json", comparison)
+    write_json(folder / RESULT, comparison)
     present(comparison, folder)
     return 0
 
@@ -70,6 +72,11 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     ]
     if options.earlier and options.configs:
         wrong.append(f"--from compares what was measured before: leave out {', '.join(options.configs)}.")
+    result = options.output_dir / RESULT
+    if any(file.resolve() == result.resolve() for file in options.earlier):
+        wrong.append(f"--from {result}: the result would be written over it. Give another --output_dir.")
+    if any(path.exists() and not path.is_dir() for path in (options.output_dir, *options.output_dir.parents)):
+        wrong.append(f"--output_dir {options.output_dir} is a file, or inside of one. Give another --output_dir.")
     if wrong:
         raise UserError(*wrong)
     return options

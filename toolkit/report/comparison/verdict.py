@@ -53,12 +53,13 @@ def _rehearsed(same: Sequence[dict[str, Any]], reference: str) -> str:
     differences = [config["parity"]["loss"] for config in others]
     why = "No config is recommended: this was a rehearsal on a CPU, and speed must be measured on the real devices."
     if differences:
+        who = f"{others[0]['name']} trains" if len(others) == 1 else f"{len(others)} of the configs train"
         why += (
-            f" What can be said: {len(others)} of the configs train what {reference} trains (the loss differs by at "
+            f" What can be said: {who} what {reference} trains (the loss differs by at "
             f"most {words.relative(max(differences))}), so speed and memory alone decide."
         )
     states = [config for config in same if words.most_held(config)]
-    if len(states) > 1:
+    if len({words.size(words.most_held(config)) for config in states}) > 1:
         least, most = min(states, key=words.most_held), max(states, key=words.most_held)
         why += (
             " The training state that a rank holds is the same on as many GPUs: "
