@@ -179,6 +179,7 @@ def test_an_infinite_warm_up_is_refused():
 
 def test_all_problems_at_once():
     assert len(check_flags(Arguments(max_steps=0, seed=-1, dropout=2.0, eval_steps=3.0))) == 4
+    assert check_flags(Arguments(model_name_or_path="")) == ["--model_name_or_path is empty: is a variable not set?"]
     assert check_flags(Arguments()) == []
 
 

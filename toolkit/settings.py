@@ -58,6 +58,8 @@ def check_flags(args: Arguments) -> list[str]:
         if not low <= value < high:
             limit = f"from {low} to below {high}" if high < math.inf else f"of {low} or more"
             problems.append(f"--{name} {value}: expected a finite number {limit}.")
+    named = ("model_name_or_path", "config_name", "tokenizer_name")
+    problems += [f"--{name} is empty: is a variable not set?" for name in named if getattr(args, name) == ""]
     if args.dropout is not None and not 0 <= args.dropout < 1:
         problems.append(f"--dropout {args.dropout}: expected a number from 0 to below 1.")
     if not 0 < args.num_train_epochs < math.inf:
