@@ -104,6 +104,7 @@ def a_run_with_a_slow_rank(folder):
         dist.all_gather_object(pids, os.getpid())
         status = Path(f"/proc/{pids[1 - rank]}/status")
         taken.append(int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None)
+        dist.barrier()  # until both have looked
         diagnosed(self, report)
 
     diagnosed, Run.diagnosed, Feed.work = Run.diagnosed, look_at_the_other, slow
