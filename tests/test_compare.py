@@ -90,8 +90,10 @@ def test_what_may_be_chance():
     pairs = [[100 * (1 + draw.gauss(0, 0.02)) for _ in range(2)] for _ in range(2000)]
     made = [SimpleNamespace(timed=[SimpleNamespace(samples_per_second=value) for value in pair]) for pair in pairs]
     standard_error = (2 * 0.02**2 / 2) ** 0.5  # of the difference of two means of two
-    assert resolution(made) == pytest.approx(3 * standard_error, rel=0.05)
-    assert resolution([contender(trial([1.0] * 4))]) is None
+    assert resolution(made, rehearsal=False) == pytest.approx(3 * standard_error, rel=0.05)
+    assert resolution([contender(trial([1.0] * 4))], rehearsal=False) is None
+    # Between two rehearsals more has been seen than that.
+    assert resolution(made, rehearsal=True) == resolution([contender(trial([1.0] * 4))], rehearsal=True) == 0.3
 
 
 def test_spread():

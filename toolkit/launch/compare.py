@@ -18,6 +18,10 @@ from toolkit.report.console import say
 from toolkit.report.results import write_json
 from toolkit.strategy.diagnostics import MEASURED_STEP
 
+# Of n normal samples, in standard deviations.
+MEAN_RANGE = {2: 1.128, 3: 1.693, 4: 2.059, 5: 2.326, 6: 2.534, 7: 2.704, 8: 2.847, 9: 2.970, 10: 3.078}
+# On two shared cores a config's median moved by up to 27 % from one run of a command to the next (docs/data_parallel.md).
+BETWEEN_REHEARSALS = 0.3
 USAGE = """toolkit compare [CONFIG …] [--steps 8] [--warmup 3] [--repetitions 2] [--limit SECONDS] [--output_dir DIR]
                        [-- tasks/classify.py …flags]
        toolkit compare --from A.json B.json [--output_dir DIR]
@@ -153,24 +157,26 @@ def assemble(
             "parameters": settings["parameters"],
         },
         "reference": reference.case.name,
-        "resolution": resolution(ran),
+        "resolution": resolution(ran, rehearsal=not machine.gpus),
         "configs": [contender.summary(reference, ran) for contender in contenders],
     }
 
 
-def resolution(contenders: Sequence[Contender]) -> float | None:
+def resolution(contenders: Sequence[Contender], rehearsal: bool) -> float | None:
     """The relative difference of two configs' samples per second below which it may be chance; None: not known.
 
     Three standard errors of a difference of two means. The standard deviation of one repetition is estimated from the
-    ranges of all configs together, by the mean range of normal samples (Tippett 1925).
+    ranges of all configs together, by the mean range of normal samples (Tippett 1925). A rehearsal's is at least what
+    its figures move between two runs of one command, which repetitions within a run do not show.
     """
-    mean_range = {2: 1.128, 3: 1.693, 4: 2.059, 5: 2.326, 6: 2.534, 7: 2.704, 8: 2.847, 9: 2.970, 10: 3.078}
+    least = BETWEEN_REHEARSALS if rehearsal else 0.0
     speeds = [[one.samples_per_second for one in contender.timed] for contender in contenders]
-    ranges = [(max(of) - min(of)) / (sum(of) / len(of)) / mean_range[min(len(of), 10)] for of in speeds if len(of) > 1]
-    if not ranges:
-        return None
+    several = [of for of in speeds if len(of) > 1]
+    if not several:
+        return least or None
+    ranges = [(max(of) - min(of)) / (sum(of) / len(of)) / MEAN_RANGE[min(len(of), 10)] for of in several]
     deviation = sum(ranges) / len(ranges)
-    return 3 * deviation * (2 / min(len(of) for of in speeds if len(of) > 1)) ** 0.5
+    return max(least, 3 * deviation * (2 / min(map(len, several))) ** 0.5)
 
 
 def processor() -> str:
