@@ -40,6 +40,19 @@ def test_verdict(losses, norms, precision, verdict):
     assert outcome(losses, norms, precision).verdict == verdict
 
 
+def test_a_step_that_overflowed_has_no_norm_to_compare():
+    """As metrics.jsonl has it: infinity is a text, NaN is null."""
+    expected = rows([1.0, 2.0], [1.0, 1.0])
+    found = rows([1.0, 2.0], ["Infinity", 1.0])
+    found[0]["applied"] = False
+    norms = {
+        precision: [step.norm_difference for step in compare(found, expected, precision)]
+        for precision in ("fp16", "no")
+    }
+    assert norms == {"fp16": [0.0, 0.0], "no": [math.inf, 0.0]}
+    assert compare(rows([None, 2.0], [None, 1.0]), expected)[0].loss_difference == math.inf
+
+
 def test_replicas_that_differ_are_no_success():
     result = outcome([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
     result.diagnostics = {"replicas": {"replicated": 3, "different": ["a.weight"]}}

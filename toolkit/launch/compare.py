@@ -20,7 +20,7 @@ from toolkit.strategy.diagnostics import MEASURED_STEP
 
 # Of n normal samples, in standard deviations.
 MEAN_RANGE = {2: 1.128, 3: 1.693, 4: 2.059, 5: 2.326, 6: 2.534, 7: 2.704, 8: 2.847, 9: 2.970, 10: 3.078}
-# On two shared cores a config's median moved by up to 27 % from one run of a command to the next (docs/data_parallel.md).
+# On two shared cores medians moved by up to 27 % from one run of a command to the next (docs/data_parallel.md).
 BETWEEN_REHEARSALS = 0.3
 USAGE = """toolkit compare [CONFIG …] [--steps 8] [--warmup 3] [--repetitions 2] [--limit SECONDS] [--output_dir DIR]
                        [-- tasks/classify.py …flags]

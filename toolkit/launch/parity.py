@@ -66,20 +66,32 @@ class Outcome:
         return "equal" if first is None else f"DIFFERENT from step {first} on"
 
 
-def compare(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> list[Compared]:
-    """Step by step, the relative differences of two runs' metrics; NaN counts as infinitely different."""
+def compare(
+    rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]], precision: str = "no"
+) -> list[Compared]:
+    """Step by step, the relative differences of two runs' metrics; NaN and null count as infinitely different.
+
+    Args:
+        precision: of `rows`. The norm of a step that fp16's loss scale left out is not compared: there is none.
+    """
+
+    def number(value: Any) -> float:
+        return float("nan" if value is None else value)  # metrics.jsonl has null for NaN, and "Infinity"
 
     def difference(value: Any, expected: Any) -> float:
-        relative = abs(float(value) - float(expected)) / max(abs(float(expected)), 1e-30)
+        relative = abs(number(value) - number(expected)) / max(abs(number(expected)), 1e-30)
         return relative if relative == relative else float("inf")
+
+    def overflowed(row: dict[str, Any]) -> bool:
+        return precision == "fp16" and not row.get("applied", True)
 
     return [
         Compared(
             row["step"],
-            row["loss"],
-            row["grad_norm"],
+            number(row["loss"]),
+            number(row["grad_norm"]),
             difference(row["loss"], wanted["loss"]),
-            difference(row["grad_norm"], wanted["grad_norm"]),
+            0.0 if overflowed(row) else difference(row["grad_norm"], wanted["grad_norm"]),
         )
         for row, wanted in zip(rows, reference)
     ]
@@ -142,7 +154,7 @@ def run_all(
     outcomes = [reference]
     for case in cases:
         outcome, own = _run(case, script, flags, folder, machine)
-        outcome.steps = compare(own, rows)
+        outcome.steps = compare(own, rows, outcome.precision)
         if not outcome.failure and len(own) != len(rows):
             outcome.failure = f"{len(own)} steps instead of {len(rows)}"
         outcomes.append(outcome)

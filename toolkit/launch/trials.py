@@ -119,7 +119,7 @@ class Contender:
         if not self.timed:
             return known
         last = self.timed[-1]
-        parity = Outcome(name, precision, self.case.processes, compare(last.rows, reference.timed[-1].rows))
+        parity = Outcome(name, precision, self.case.processes, compare(last.rows, reference.timed[-1].rows, precision))
         parity.diagnostics = {"replicas": last.replicas}
         memory = self._memory()
         taken = [device["peak_allocated"] or device["peak_resident"] for device in memory]
