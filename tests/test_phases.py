@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 
 from tests.ranks import on_ranks
 from tests.tiny import write_csv
-from toolkit.phases import PHASES, divide, length, union, within, without
+from toolkit.phases import FIRST, LAST, PHASES, Phases, divide, length, union, within, without
 
 
 def event(name, start, end, device=DeviceType.CPU, children=()):
@@ -68,6 +68,13 @@ def test_on_a_gpu_kernels_compute_and_the_host_only_queues():
     ]
     found = divide(events)
     assert (found["forward"], found["backward"], found["communication"]) == (400, 300, 300)
+
+
+def test_a_run_that_goes_on_from_a_later_step_is_not_timed():
+    phases = Phases()
+    for step in range(FIRST + 1, LAST + 3):
+        phases.before(step)
+    assert phases.seconds is None
 
 
 def test_intervals():

@@ -60,7 +60,7 @@ class Phases:
             _timed.append(self)
             self.window = record_function(PREFIX + "window")
             self.window.__enter__()
-        elif step == LAST + 1:
+        elif step == LAST + 1 and self in _timed:  # not in a run that went on from a later step
             self.window.__exit__(None, None, None)
             _timed.remove(self)
             self.profiler.stop()

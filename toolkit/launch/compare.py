@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace, script: Path, task_flags: Sequence[str]
             for contender in contenders:
                 contender.time(flags, options.warmup)
         say("what the time goes to")
-        profiled = [*short_run(task_flags, LAST + 1), "--profile"]
+        profiled = [*flags, "--max_steps", str(LAST + 1), "--profile"]
         for contender in contenders:
             contender.profile(profiled)
     except KeyboardInterrupt:

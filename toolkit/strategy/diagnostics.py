@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.phases import Phases
+from toolkit.phases import FIRST, LAST, Phases
+from toolkit.report.console import warn
 from toolkit.report.facts import peak_resident
 from toolkit.strategy.base import Seed, Strategy, Update
 from toolkit.task import Batch
@@ -62,6 +63,8 @@ class Measured:
 
 def report(strategy: Strategy) -> dict[str, Any]:
     """The figures of all ranks, in rank order, on every rank; needs a `Measured` that has trained. Collective."""
+    if strategy.phases and strategy.phases.seconds is None:
+        warn(f"--profile times steps {FIRST} to {LAST} of a run that goes on behind them, which this one did not.")
     own = {
         "bytes_sent": strategy.traffic.sent,
         "bytes_held": strategy.held,
