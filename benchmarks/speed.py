@@ -112,6 +112,7 @@ def run_bare(data, seed, out):
 
     from tasks.classify import ClassifyArguments
     from toolkit.arguments import parse
+    from toolkit.attention import unpads
     from toolkit.classification.task import Classification
     from toolkit.data.feed import Feed
     from toolkit.launch.machine import detect
@@ -126,8 +127,9 @@ def run_bare(data, seed, out):
     cpu = torch.device("cpu")
     schedule = make_schedule(task.args, BATCH, splits["train"].lengths)
     feed = Feed(task, splits["train"], schedule, 0, 1, default_bound(None, 1, cpu), overhead(cpu, "bf16", detect().amx))
-    work = list(feed)
     model = task.model(dtype=torch.float32).train()
+    feed.padding = not unpads(model)
+    work = list(feed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
     start = time.perf_counter()
     for number, step in enumerate(work):

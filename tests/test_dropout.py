@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.families import BERT, GPT2, LLAMA, MASKED
-from toolkit.dropout import KERNEL, Dropout, attend, install
+from toolkit import attention
+from toolkit.dropout import Dropout, install
 
 DROPPING = {"attention_probs_dropout_prob": 0.1}
 FAMILIES = {
@@ -75,34 +76,14 @@ def test_a_model_is_the_same_but_for_what_it_drops(name):
     mask[0, 8:] = 0
     ids[0, 8:] = config.pad_token_id
     expected = model.eval()(input_ids=ids, attention_mask=mask).logits
-    kernel = model.config._attn_implementation
-    install(model, attention=True)
+    install(model)
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
+    attention.install(model)
     assert not any(type(module) is nn.Dropout for module in model.modules())
     undropped = mock.patch("torch.nn.functional.dropout", lambda input, *args, **how: input)
-    with undropped, mock.patch("toolkit.dropout._scale", side_effect=lambda like, p: torch.ones_like(like)) as scale:
+    ones = {"side_effect": lambda like, p: torch.ones_like(like)}
+    modules, scores = (mock.patch(f"toolkit.{name}.factors", **ones) for name in ("dropout", "attention"))
+    with undropped, modules as of_modules, scores as of_scores:
         given = model.train()(input_ids=ids, attention_mask=mask).logits
-    assert scale.called
+    assert of_modules.called or of_scores.called
     assert (given - expected).abs().max() < 1e-5
-    assert model.config._attn_implementation == (KERNEL if kernel == "sdpa" else kernel)
-    assert KERNEL not in str(model.config.to_dict())  # nobody else knows it
-
-
-@pytest.mark.parametrize("case", ["mask", "no mask", "causal", "grouped", "float mask"])
-def test_attention_is_torchs_where_nothing_is_dropped(case):
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    module = nn.Module()
-    module.num_key_value_groups = 2 if case == "grouped" else 1
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 6, 8) for heads in (4, *(4 // module.num_key_value_groups,) * 2))
-    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
-    mask[0, :, :, 4:] = False
-    if case == "float mask":
-        mask = torch.zeros(2, 1, 6, 6).masked_fill(~mask, -torch.inf)
-    how = {"attention_mask": None if case in ("no mask", "causal") else mask, "is_causal": case == "causal"}
-    expected, _ = sdpa_attention_forward(module, query, key, value, dropout=0.0, **how)
-    with mock.patch("toolkit.dropout._scale", side_effect=lambda like, p: torch.ones_like(like)) as scale:
-        given, _ = attend(module, query, key, value, dropout=1e-4, **how)
-    assert scale.called == (case in ("mask", "no mask"))
-    assert (given - expected).abs().max() < (1e-5 if scale.called else 1e-1)

@@ -1,13 +1,14 @@
 """Order and cut: which samples make a step, and how they are dealt out."""
 
 import itertools
+import math
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from toolkit.data.plan import GROUPING_SPAN, Bound, Schedule, cut, order, pieces
+from toolkit.data.plan import GROUPING_SPAN, Bound, Schedule, cut, fullest, order, pieces, with_padding, without_padding
 from toolkit.strategy.cost import overhead
 
 
@@ -160,10 +161,33 @@ def test_a_pass_costs_more_tokens_where_tokens_are_cheap():
 
 
 def test_pieces_are_consecutive():
-    assert pieces([9, 9, 5, 5, 1], Bound(rows=2)) == [(0, 2), (2, 4), (4, 5)]
-    assert pieces([9, 9, 5, 5, 1], Bound(), cost=18) == [(0, 2), (2, 5)]
-    assert pieces([9], Bound(), cost=1) == [(0, 1)]
-    assert pieces([], Bound()) == []
+    def found(descending, bound, cost=None, limit=math.inf):
+        return pieces(len(descending), fullest(descending, bound), cost and cost(descending), limit)
+
+    assert found([9, 9, 5, 5, 1], Bound(rows=2)) == [(0, 2), (2, 4), (4, 5)]
+    assert found([9, 9, 5, 5, 1], Bound(), with_padding, limit=18) == [(0, 2), (2, 5)]
+    assert found([9, 9, 5, 5, 1], Bound(), without_padding, limit=18) == [(0, 2), (2, 5)]
+    assert found([9, 9, 5, 5, 1], Bound(), without_padding, limit=23) == [(0, 3), (3, 5)]
+    assert found([9, 9, 5, 5, 1], Bound(rows=4), without_padding, limit=99) == [(0, 4), (4, 5)]
+    assert found([9], Bound(), with_padding, limit=1) == [(0, 1)]
+    assert found([], Bound()) == []
+
+
+@pytest.mark.parametrize("bound", [Bound(), Bound(rows=5), Bound(tokens=200)])
+def test_a_cut_without_padding_is_even_and_takes_few_passes(bound):
+    lengths = np.random.default_rng(3).integers(1, 60, 41).tolist()
+    (alone,) = cut(lengths, 1, bound, 48, padding=False)
+    descending = sorted(lengths, reverse=True)
+    assert len(alone) == len(pieces(len(lengths), fullest(descending, bound)))  # no pass more than must be
+    for world in (2, 3):
+        ranks = cut(lengths, world, bound, 48, padding=False)
+        assert sorted(i for rank in ranks for piece in rank for i in piece) == list(range(41))
+        assert all(len(piece) <= bound.rows_at(max(lengths[i] for i in piece)) for rank in ranks for piece in rank)
+        assert len({len(rank) for rank in ranks}) == 1
+        loads = [sum(lengths[i] for piece in rank for i in piece) for rank in ranks]
+        if bound == Bound():
+            assert len(ranks[0]) == 1
+            assert max(loads) <= sum(lengths) / world + max(lengths)
 
 
 def test_a_schedule_counts_steps_and_epochs():

@@ -190,6 +190,25 @@ def test_fp16_overflow_skips_the_step_and_goes_on():
     assert second.loss == pytest.approx(losses[0], rel=1e-2)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fp16_overflows_with_any_number_of_ranks_alike(ranks):
+    """The loss is multiplied by the number of data ranks, which must not cost room below the largest number."""
+
+    def norm(scale, data_world):
+        trained = prepare(TinyLM(random_rows([10] * 12)), flags(4, 1), "fp16")
+        trained.strategy.data_world = data_world  # whose mean is this one rank's gradient times their number
+        trained.strategy.precision.scale = scale
+        update, _ = trained.stepper.take(next(iter(trained.feed)))
+        return update.grad_norm / data_world
+
+    scale = 2.0**16
+    while math.isfinite(expected := norm(2 * scale, 1)):
+        scale *= 2
+    assert norm(scale, ranks) == pytest.approx(norm(scale, 1), rel=1e-3)
+    assert not math.isfinite(expected)
+    assert ranks == 3 or not math.isfinite(norm(2 * scale, ranks))
+
+
 def test_fp16_that_overflows_at_any_scale_stops():
     trained = prepare(TinyLM(random_rows([10] * 12)), flags(4, 3), "fp16")
     trained.strategy.precision.scale = 1.0

@@ -5,7 +5,7 @@ import torch
 
 from toolkit.checkpoint.notice import Notice
 from toolkit.data.feed import collate
-from toolkit.data.plan import Bound, pieces
+from toolkit.data.plan import Bound, fullest, pieces
 from toolkit.strategy.base import Strategy
 from toolkit.task import Samples, Task
 
@@ -35,7 +35,7 @@ def outputs(
         Stopped: on all ranks, when one was asked to.
     """
     ranked = np.argsort(-samples.lengths, kind="stable")
-    cuts = pieces(samples.lengths[ranked].tolist(), bound)
+    cuts = pieces(len(ranked), fullest(samples.lengths[ranked].tolist(), bound))
     turns = -(-len(cuts) // strategy.data_world)
     ids, rows = [], []
     with strategy.inference():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.arguments import Arguments
+from toolkit.attention import unpads
 from toolkit.checkpoint.notice import Notice
 from toolkit.checkpoint.resume import check_same, training
 from toolkit.checkpoint.session import Session, wanted_checkpoint
@@ -119,6 +120,8 @@ def _prepare(
         if not out_of_memory(error):
             raise
         raise UserError(f"the model does not fit on {world.device}: use a config that shards or splits it.") from error
+    unpadded = "attention_mask" in probe.inputs and unpads(strategy.model)
+    feed.padding = strategy.agree(not unpadded)
     if not strategy.alone:
         machine = detect()
         hint = simpler_hint(strategy.size.parameters, min(machine.gpu_memory, default=machine.memory))

@@ -10,7 +10,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
-from toolkit import adapters, dropout
+from toolkit import adapters, attention, dropout
 from toolkit.arguments import Arguments
 from toolkit.data.demo import on_hub
 from toolkit.errors import UserError
@@ -105,7 +105,9 @@ def load_model(
     if args.use_peft:
         adapters.add(model, auto_class, args, fresh)
     if not args.torch_compile:  # which fuses dropout into its neighbours
-        dropout.install(model, attention=args.attn_implementation is None and not torch.accelerator.is_available())
+        dropout.install(model)
+        if args.attn_implementation is None and not torch.accelerator.is_available():
+            attention.install(model)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model

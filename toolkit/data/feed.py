@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from toolkit.attention import rounded
 from toolkit.data.plan import Bound, Schedule, Step, StreamSchedule, cut
 from toolkit.phases import fetched
 from toolkit.task import Batch, Samples, Task
@@ -20,7 +21,7 @@ class Work:
     step: Step
     batches: list[Batch]
     tokens: int  # real tokens of its micro-batches
-    padded: int  # the same, padding included
+    padded: int  # the same, with what is computed beside them
 
     def pin_memory(self) -> "Work":
         """The same work in page-locked memory; the data loader calls this."""
@@ -32,7 +33,7 @@ class Feed:
 
     Args:
         bound: may be lowered while training; steps not yet begun then follow the new one.
-        overhead: fixed cost of a micro-batch, in padded tokens.
+        overhead: fixed cost of a micro-batch, in tokens.
         pin: hand out page-locked memory, for copies to an accelerator.
         workers: processes that collate ahead; 0: between the steps.
         micro_batches: of a step, where the strategy asks for a number.
@@ -56,16 +57,22 @@ class Feed:
         self.overhead, self.pin = overhead, pin
         self.workers = workers
         self.micro_batches = micro_batches
+        self.padding = True  # takes the model's time; False: the model leaves it out
         self.position: dict[str, Any] | None = None  # of a stream, behind the last work that was handed out
 
     def work(self, step: Step) -> Work:
         """This rank's part of a step under the present bound."""
         samples = step.drawn.samples if step.drawn else self.samples
         lengths = samples.lengths[step.ids].tolist()
-        pieces = cut(lengths, self.world, self.bound, self.overhead, self.micro_batches)
+        pieces = cut(lengths, self.world, self.bound, self.overhead, self.micro_batches, self.padding)
         batches = [collate(self.task, samples, step.ids[piece], step.epoch) for piece in pieces[self.rank]]
-        padded = sum(len(batch.ids) * next(iter(batch.inputs.values())).shape[1] for batch in batches)
-        return Work(step, batches, sum(batch.tokens for batch in batches), padded)
+        return Work(step, batches, sum(batch.tokens for batch in batches), sum(map(self._computed, batches)))
+
+    def _computed(self, batch: Batch) -> int:
+        """Tokens that a pass computes for the samples of a micro-batch."""
+        if not batch.ids:
+            return 0
+        return len(batch.ids) * next(iter(batch.inputs.values())).shape[1] if self.padding else rounded(batch.tokens)
 
     def __iter__(self) -> Iterator[Work]:
         """The work of all steps, in order."""

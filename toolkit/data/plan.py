@@ -6,8 +6,9 @@ speed and memory, and is computed by every rank without communication.
 
 import math
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,28 +67,37 @@ def order(
 
 
 def cut(
-    lengths: Sequence[int], data_world: int, bound: Bound, overhead: float = 0.0, wanted: int | None = None
+    lengths: Sequence[int],
+    data_world: int,
+    bound: Bound,
+    overhead: float = 0.0,
+    wanted: int | None = None,
+    padding: bool = True,
 ) -> list[list[list[int]]]:
     """Cut one global batch into micro-batches: for each data rank a list of lists of positions.
 
     Every rank gets the same number of micro-batches (an empty one is a filler), since collectives must
-    pair up; together they hold each position exactly once. Least time is wanted: padded tokens of the
-    busiest rank plus `overhead` tokens per micro-batch. One rank gets the least there is; several get
-    pieces of like size, in the number of micro-batches that takes the least time.
+    pair up; together they hold each position exactly once. Least time is wanted: tokens of the busiest
+    rank plus `overhead` tokens per micro-batch. One rank gets the least there is; several get pieces of
+    like size, in the number of micro-batches that takes the least time.
 
     Args:
         lengths: tokens of each sample of the global batch.
         overhead: fixed cost of a micro-batch, in tokens.
         wanted: this number of micro-batches for each rank, or as many as the bound needs.
+        padding: takes the time of tokens.
     """
     ranked = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     descending = [lengths[i] for i in ranked]
+    cost = with_padding(descending) if padding else without_padding(descending)
+    full = fullest(descending, bound)
     if data_world == 1 and not wanted:
-        return [[ranked[start:end] for start, end in _cheapest(descending, bound, overhead)]]
+        found = cheapest(descending, lambda start, end: cost(start, end) + overhead, full)
+        return [[ranked[start:end] for start, end in found]]
     best: tuple[float, list[list[tuple[int, int]]]] | None = None
-    count = max(wanted or 1, -(-len(pieces(descending, bound)) // data_world))
+    count = max(wanted or 1, -(-len(pieces(len(ranked), full)) // data_world))
     while True:
-        dealt, busiest = _deal(_tightest(descending, count * data_world, bound), data_world, count, descending)
+        dealt, busiest = _deal(_tightest(len(ranked), count * data_world, full, cost), data_world, count, cost)
         time = busiest + overhead * count
         if best is not None and time >= best[0]:
             break
@@ -98,66 +108,82 @@ def cut(
     return [[[ranked[i] for i in range(*piece)] for piece in rank] for rank in best[1]]
 
 
-def pieces(descending: Sequence[int], bound: Bound, cost: float = math.inf) -> list[tuple[int, int]]:
-    """Consecutive pieces (start, end), each of at most `cost` padded tokens (or one row) and in bounds."""
+Piece = Callable[[int, int], int]  # what consecutive samples (start, end) cost, in tokens
+
+
+def with_padding(descending: Sequence[int]) -> Piece:
+    """The cost of pieces whose samples are all made as long as the first."""
+    return lambda start, end: (end - start) * max(1, descending[start])
+
+
+def without_padding(descending: Sequence[int]) -> Piece:
+    """The cost of pieces without padding."""
+    sums = [0, *accumulate(descending)]
+    return lambda start, end: sums[end] - sums[start]
+
+
+def fullest(descending: Sequence[int], bound: Bound) -> Callable[[int], int]:
+    """Where a piece ends at the latest that begins at a place."""
+    return lambda start: min(start + bound.rows_at(max(1, descending[start])), len(descending))
+
+
+def pieces(
+    count: int, full: Callable[[int], int], cost: Piece | None = None, limit: float = math.inf
+) -> list[tuple[int, int]]:
+    """Consecutive pieces of `count` samples, each as long as it may be at a cost of at most `limit`, or one sample."""
     found, start = [], 0
-    while start < len(descending):
-        length = max(1, descending[start])
-        rows = min(bound.rows_at(length), len(descending) - start)
-        if cost < rows * length:
-            rows = max(1, int(cost // length))
-        found.append((start, start + rows))
-        start += rows
+    while start < count:
+        end = full(start)
+        if cost and cost(start, end) > limit:
+            end = max(start + 1, bisect(range(end), limit, lo=start + 1, key=lambda end: cost(start, end)) - 1)
+        found.append((start, end))
+        start = end
     return found
 
 
-def _cheapest(descending: Sequence[int], bound: Bound, overhead: float) -> list[tuple[int, int]]:
-    """Consecutive pieces in bounds of the least padded tokens plus `overhead` tokens a piece.
+def cheapest(descending: Sequence[int], cost: Piece, full: Callable[[int], int] | None = None) -> list[tuple[int, int]]:
+    """Consecutive pieces (start, end) of the least cost in all, none longer than `full` allows.
 
     By dynamic programming over the places where a piece may end: where the length changes, or where it is full.
     """
     count = len(descending)
     changes = [i for i in range(1, count) if descending[i] < descending[i - 1]] + [count]
-    least = [0.0] + [math.inf] * count  # cost of the rows before each place
+    least = [0.0] + [math.inf] * count  # cost of the samples before each place
     begin = [0] * (count + 1)  # of the piece that ends there
     for start in range(count):
         if least[start] == math.inf:
             continue
-        length = max(1, descending[start])
-        full = min(start + bound.rows_at(length), count)
-        for end in (*changes[bisect(changes, start) : bisect(changes, full)], full):
-            cost = least[start] + (end - start) * length + overhead
-            if cost < least[end]:
-                least[end], begin[end] = cost, start
+        last = full(start) if full else count
+        for end in (*changes[bisect(changes, start) : bisect(changes, last)], last):
+            total = least[start] + cost(start, end)
+            if total < least[end]:
+                least[end], begin[end] = total, start
     found = [(begin[count], count)]
     while found[-1][0] > 0:
         found.append((begin[found[-1][0]], found[-1][0]))
     return found[::-1]
 
 
-def _tightest(descending: Sequence[int], count: int, bound: Bound) -> list[tuple[int, int]]:
-    """At most `count` pieces whose largest is as small as can be."""
-    low, high = max(descending), max(descending) * len(descending)
+def _tightest(count: int, most: int, full: Callable[[int], int], cost: Piece) -> list[tuple[int, int]]:
+    """At most `most` pieces of `count` samples, whose largest is as small as can be."""
+    low, high = max(cost(i, i + 1) for i in range(count)), cost(0, count)
     while low < high:
         middle = (low + high) // 2
-        if len(pieces(descending, bound, middle)) <= count:
+        if len(pieces(count, full, cost, middle)) <= most:
             high = middle
         else:
             low = middle + 1
-    return pieces(descending, bound, low)
+    return pieces(count, full, cost, low)
 
 
-def _deal(
-    cuts: list[tuple[int, int]], ranks: int, each: int, descending: Sequence[int]
-) -> tuple[list[list[tuple[int, int]]], float]:
+def _deal(cuts: list[tuple[int, int]], ranks: int, each: int, cost: Piece) -> tuple[list[list[tuple[int, int]]], float]:
     """Give every rank `each` pieces, largest first to the least loaded; also the largest load."""
-    cost = {piece: (piece[1] - piece[0]) * descending[piece[0]] for piece in cuts}
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     load = [0.0] * ranks
-    for piece in sorted(cuts, key=lambda piece: (-cost[piece], piece)):
+    for piece in sorted(cuts, key=lambda piece: (-cost(*piece), piece)):
         rank = min((r for r in range(ranks) if len(dealt[r]) < each), key=lambda r: (load[r], r))
         dealt[rank].append(piece)
-        load[rank] += cost[piece]
+        load[rank] += cost(*piece)
     for rank in dealt:
         rank += [(0, 0)] * (each - len(rank))
     return dealt, max(load)

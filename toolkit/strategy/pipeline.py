@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit import adapters
+from toolkit.attention import keep_padding
 from toolkit.errors import UserError
 from toolkit.launch.environment import World
 from toolkit.phases import phase
@@ -63,6 +64,7 @@ class Pipeline(Distributed):
     def build(self, task: Task, rule: OptimizerRule, probe: Batch) -> None:
         self.task, self.rule = task, rule
         model = self.model = task.model(dtype=torch.float32)
+        keep_padding(model)
         if batch_norms(model):
             warn("the model has batch normalisation: its training depends on how a step is cut.")
         autocast = torch.autocast("cpu", dtype=self.precision.dtype, enabled=self.precision.dtype is not None)

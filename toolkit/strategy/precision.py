@@ -29,6 +29,15 @@ class Precision:
         self.scaled = name == "fp16"
         self.scale = self.start if self.scaled else 1.0
         self.since = 0  # updates without an overflow at this scale
+        self.ranks = 1  # by whose number the loss is multiplied besides
+
+    @property
+    def factor(self) -> float:
+        """What scales a pass: less where its loss is multiplied by ranks, so that any number of them overflows alike.
+
+        The next power of two takes their place, with which scaling costs no precision.
+        """
+        return self.scale / 2 ** (self.ranks - 1).bit_length()
 
     def autocast(self) -> AbstractContextManager:
         """One context should span all micro-batches of a step, so that weights are cast once."""
@@ -37,12 +46,12 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         """Backward of the scaled loss, outside autocast but without clearing its cached casts."""
         with torch.autocast(self.device.type, enabled=False):
-            (loss * self.scale if self.scaled else loss).backward()
+            (loss * self.factor if self.scaled else loss).backward()
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide the gradients by the scale, before their norm is taken."""
         if self.scaled:
-            torch._foreach_mul_(gradients, 1 / self.scale)
+            torch._foreach_mul_(gradients, 1 / self.factor)
 
     def adapt(self, applied: bool) -> None:
         """Lower the scale after an overflow, raise it after a long time without one."""

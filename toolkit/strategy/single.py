@@ -62,6 +62,7 @@ class SingleProcess(Portable):
 
     def run(self, batches: Sequence[Batch], weight: float, seed: Seed) -> Tensor:
         total = torch.zeros((), device=self.device)
+        self.precision.ranks = self.data_world
         with self.precision.autocast():
             for index, batch in enumerate(batches):
                 self.running = index

@@ -75,7 +75,7 @@ class ZeRO(ZeROState):
     def synchronised(self, last: bool) -> AbstractContextManager:
         self.forward.set_gradient_accumulation_boundary(last)
         if self.precision.scaled:
-            self.optimizer.override_loss_scale(self.precision.scale)
+            self.optimizer.override_loss_scale(self.precision.factor)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
