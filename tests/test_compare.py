@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.comparisons import gpu
 from tests.runs import ROOT
 from tests.tiny import write_csv
 from toolkit.errors import UserError
@@ -108,7 +109,6 @@ def test_spread():
         (["--nonsense"], "Flags of the task stand behind"),
         (["zero2", "--from", "a.json"], "leave out zero2"),
         (["--from", "no.json"], "no.json: cannot be read"),
-        (["--from", "output/compare/compare.json"], "would be written over it"),
         (["--output_dir", f"{ROOT}/README.md"], "README.md is a file"),
         (["--output_dir", f"{ROOT}/README.md/deep", "--from", "a.json"], "inside of one"),
     ],
@@ -119,6 +119,29 @@ def test_mistakes_of_the_user(words, told, tmp_path, monkeypatch):
         main(words)
     assert told in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [[], ["--from", "full/compare.json"]])
+@pytest.mark.parametrize("name", ["compare.json", "runs", ".theirs"])
+def test_a_folder_that_is_not_empty_is_refused_before_anything_else(words, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full" / name).mkdir(parents=True)
+    monkeypatch.setattr("toolkit.launch.compare.detect", lambda: pytest.fail("it goes on"))
+    with pytest.raises(UserError, match=r"--output_dir full is not empty.* Give another .*; --from puts"):
+        main([*words, "--output_dir", "full"])
+    assert [path.name for path in (tmp_path / "full").iterdir()] == [name]
+
+
+def test_the_default_folder_is_a_new_one_each_time_and_an_empty_one_may_be_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.json").write_text(json.dumps(gpu()))
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        assert main(["--from", "one.json", "one.json"]) == 0
+    assert main(["--from", "one.json", "--output_dir", "empty"]) == 0
+    assert {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("compare.json")} == {
+        *("output/compare", "output/compare-2", "empty")
+    }
 
 
 @pytest.fixture(scope="module")

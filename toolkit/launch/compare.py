@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from toolkit.launch.parity import short_run
 from toolkit.launch.trials import Contender
 from toolkit.phases import LAST
 from toolkit.report.console import say
-from toolkit.report.results import write_json
+from toolkit.report.results import new_folder, write_json
 from toolkit.strategy.diagnostics import MEASURED_STEP
 
 # Of n normal samples, in standard deviations.
@@ -31,9 +32,11 @@ its own and all in turn, several times, and makes a table and a page, compare.ht
 the time goes to, and whether the training is the same. Dropout is 0, so that losses can be compared. A CONFIG in
 quotes may carry flags:
   toolkit compare multi_gpu "pipeline_parallel --num_processes 4 --pipeline_stages 4" -- tasks/classify.py …
-With --from: earlier comparisons on one page, of two machines or two versions, say."""
+With --from: earlier comparisons on one page, of two machines or two versions, say.
+DIR is a new or an empty folder; default: output/compare, and when there is one, output/compare-2, …"""
 
 RESULT = "compare.json"
+FOLDER = Path("output") / "compare"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,14 +46,13 @@ def main(argv: Sequence[str]) -> int:
         print("usage:", USAGE)
         return 0
     options = _options(own)
-    folder = options.output_dir
     if options.earlier:
         from toolkit.report.comparison.merge import merge, read
 
         comparison = merge([read(file) for file in options.earlier])
+        folder = _make(options.output_dir)
     else:
-        comparison = measure(options, script, task_flags)
-    folder.mkdir(parents=True, exist_ok=True)
+        comparison, folder = measure(options, script, task_flags)
     write_json(folder / RESULT, comparison)
     present(comparison, folder)
     return 0
@@ -63,7 +65,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--limit", type=float, default=900.0)
-    parser.add_argument("--output_dir", type=Path, default=Path("output") / "compare")
+    parser.add_argument("--output_dir", type=Path)
     parser.add_argument("--from", dest="earlier", nargs="+", type=Path, default=[])
     try:
         options = parser.parse_args(list(words))
@@ -76,18 +78,41 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     ]
     if options.earlier and options.configs:
         wrong.append(f"--from compares what was measured before: leave out {', '.join(options.configs)}.")
-    result = options.output_dir / RESULT
-    if any(file.resolve() == result.resolve() for file in options.earlier):
-        wrong.append(f"--from {result}: the result would be written over it. Give another --output_dir.")
-    if any(path.exists() and not path.is_dir() for path in (options.output_dir, *options.output_dir.parents)):
-        wrong.append(f"--output_dir {options.output_dir} is a file, or inside of one. Give another --output_dir.")
+    unfit = options.output_dir and _unfit(options.output_dir)
+    if unfit:
+        wrong.append(f"--output_dir {options.output_dir} {unfit}")
     if wrong:
         raise UserError(*wrong)
     return options
 
 
-def measure(options: argparse.Namespace, script: Path, task_flags: Sequence[str]) -> dict[str, Any]:
+def _unfit(folder: Path) -> str | None:
+    """Why the folder cannot take a comparison."""
+    if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
+        return "is a file, or inside of one. Give another --output_dir."
+    if not os.access(next(path for path in (folder, *folder.parents) if path.exists()), os.R_OK | os.W_OK | os.X_OK):
+        return "cannot be written. Give another --output_dir."
+    if folder.exists() and any(folder.iterdir()):
+        return (
+            "is not empty, and files of two comparisons would mix. Give another --output_dir; --from puts comparisons "
+            "together."
+        )
+    return None
+
+
+def _make(folder: Path | None) -> Path:
+    """The folder for the results, which is there from now on."""
+    if folder is None:
+        return new_folder(FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def measure(options: argparse.Namespace, script: Path, task_flags: Sequence[str]) -> tuple[dict[str, Any], Path]:
     """Launch everything, and put the figures together.
+
+    Returns:
+        What compare.json holds, and the folder for it.
 
     Raises:
         UserError: the flags are wrong, or not one config can run.
@@ -99,8 +124,9 @@ def measure(options: argparse.Namespace, script: Path, task_flags: Sequence[str]
     cases = named or [case for case in all_cases(machine) if not case.problems(machine, flags)]
     if REFERENCE not in [case.name for case in cases]:
         cases.insert(0, Case.read(REFERENCE, machine))
-    logs = options.output_dir / "runs"
-    logs.mkdir(parents=True, exist_ok=True)
+    folder = _make(options.output_dir)
+    logs = folder / "runs"
+    logs.mkdir()
     contenders = [Contender(case, script, logs, options.limit) for case in cases]
     for contender in contenders:
         contender.failure = next(
@@ -117,7 +143,7 @@ def measure(options: argparse.Namespace, script: Path, task_flags: Sequence[str]
             contender.profile(profiled)
     except KeyboardInterrupt:
         say("stopped: what was measured until now is kept")
-    return assemble(contenders, machine, options, script, task_flags)
+    return assemble(contenders, machine, options, script, task_flags), folder
 
 
 def assemble(
