@@ -189,6 +189,22 @@ def test_a_config_that_fails_is_a_row_with_its_reason(compared):
     assert "cannot run here" in wrong["failure"]
 
 
+def test_a_config_whose_profiled_launch_alone_fails_keeps_its_figures(tmp_path, monkeypatch):
+    def fails(case, script, flags, log, limit):
+        log.write_text("error: no room for a trace\n")
+        return 1
+
+    made = contender(trial([1.0] * 4))
+    made.folder = tmp_path
+    monkeypatch.setattr(Case, "run", fails)
+    made.profile([])
+    summary = made.summary(made, [made])
+    assert summary["failure"] is None and summary["throughput"]["samples_per_second"]["median"] == 8
+    assert summary["phases"] is None and summary["phases_failure"] == "error: no room for a trace"
+    made.time([], 2)
+    assert made.failure == "repetition 2: error: no room for a trace"
+
+
 def test_a_launch_that_does_not_end_is_ended(tiny_classifier, tmp_path):
     script = tmp_path / "sleepy.py"
     script.write_text("import time\ntime.sleep(300)\n")

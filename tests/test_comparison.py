@@ -242,6 +242,22 @@ def test_what_was_not_measured_is_left_out(tmp_path):
     terminal_table(comparison)
 
 
+@pytest.mark.parametrize("names", [["zero1"], [config["name"] for config in gpu()["configs"]]])
+def test_a_config_without_phases_says_why_and_is_no_failed_one(names, tmp_path, capsys):
+    comparison = gpu()
+    for name in names:
+        of(comparison, name).update(phases=None, phases_failure="error: <no room>")
+    page = unescape(write_page(comparison, tmp_path).read_text(encoding="utf-8"))
+    assert "its phases could not be measured: error: <no room>" in page
+    write_csv(comparison, tmp_path / "compare.csv")
+    lines = csv.DictReader((tmp_path / "compare.csv").open(encoding="utf-8", newline=""))
+    line = next(line for line in lines if line["name"] == "zero1")
+    assert (line["failure"], line["phases_failure"], line["step_total_seconds"]) == ("", "error: <no room>", "")
+    terminal_table(comparison)
+    assert "zero1: its phases could not be measured: error: <no room>" in " ".join(capsys.readouterr().out.split())
+    assert write_pictures(comparison, tmp_path) and recommend(comparison)["config"] == "multi_gpu"
+
+
 def test_losses_with_gaps(tmp_path):
     comparison = copy.deepcopy(gpu())
     of(comparison, "zero1")["losses"][4] = None

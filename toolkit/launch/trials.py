@@ -64,6 +64,8 @@ class Contender:
     Args:
         folder: for the runs and what they print.
         limit: seconds that a launch may take.
+        failure: why the config could not be measured.
+        phases_failure: why only its phases could not.
     """
 
     case: Case
@@ -71,33 +73,42 @@ class Contender:
     folder: Path
     limit: float
     failure: str | None = None
+    phases_failure: str | None = None
     timed: list[Trial] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)  # seconds of a step, for each rank
 
     def time(self, flags: Sequence[str], warmup: int) -> None:
         """One repetition."""
-        trial = self._launch(flags, warmup, f"repetition {len(self.timed) + 1}")
-        if trial:
+        if self.failure:
+            return
+        what = f"repetition {len(self.timed) + 1}"
+        trial = self._launch(flags, warmup, what)
+        if isinstance(trial, str):
+            self.failure = f"{what}: {trial}"
+        else:
             self.timed.append(trial)
             say(f"  {self.case.name}: {trial.samples_per_second:.1f} samples/s")
 
     def profile(self, flags: Sequence[str]) -> None:
         """What the time goes to."""
-        trial = self._launch(flags, 0, "profile")
-        self.phases = [rank["phases"] for rank in trial.ranks if rank["phases"]] if trial else []
-
-    def _launch(self, flags: Sequence[str], warmup: int, what: str) -> Trial | None:
         if self.failure:
-            return None
+            return
+        trial = self._launch(flags, 0, "profile")
+        if isinstance(trial, str):
+            self.phases_failure = trial
+        else:
+            self.phases = [rank["phases"] for rank in trial.ranks if rank["phases"]]
+
+    def _launch(self, flags: Sequence[str], warmup: int, what: str) -> Trial | str:
+        """The launch, or why it failed."""
         out = self.folder / "".join(c if c.isalnum() or c in "-_." else "_" for c in self.case.name)
         log = out.with_name(f"{out.name} {what}.log")
         began = time.time()
         code = self.case.run(self.script, [*flags, "--output_dir", str(out), "--overwrite_output_dir"], log, self.limit)
         if code != 0:
             reason = f"no end after {self.limit:g} s" if code is None else last_error(log)
-            self.failure = f"{what}: {reason}"
-            say(f"  {self.case.name}: failed: {reason}")
-            return None
+            say(f"  {self.case.name}: {what} failed: {reason}")
+            return reason
         found, settings = (json.loads((out / name).read_text("utf-8")) for name in ("diagnostics.json", "run.json"))
         rows = [row for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
         startup = max(rank["began"] for rank in found["ranks"]) - began
@@ -140,6 +151,7 @@ class Contender:
             "phases": {name: statistics.mean(of[name] for of in self.phases) for name in self.phases[0]}
             if self.phases
             else None,
+            "phases_failure": self.phases_failure,
             "phases_of_ranks": self.phases,
             "memory": memory,
             "memory_imbalance": max(taken) / statistics.mean(taken),

@@ -60,14 +60,14 @@ def memory(configs: Sequence[Config]) -> str:
 def phases(configs: Sequence[Config]) -> str:
     """Where the time of a step goes: stacked bars of one scale."""
     known = [config for config in configs if config.get("phases")]
-    if not known:
+    if not known and not any(map(words.unprofiled, configs)):
         return tag("p", "No step was profiled.")
     scale = _scale([config["phases"]["total"] for config in known])
     rows = []
     for config in configs:
         measured = config.get("phases")
         if not measured:
-            rows.append(_without(config))
+            rows.append(_without(config, words.unprofiled(config)))
             continue
         start, parts = 0.0, []
         for phase in words.PHASES:
@@ -78,9 +78,8 @@ def phases(configs: Sequence[Config]) -> str:
         drawing = _svg(f"{words.label(config)}: {said}", *parts)
         rows.append(_row(config, drawing, words.seconds(measured["total"]), measured["total"]))
     legend = [tag("li", _swatch(f"phase {phase}"), text(phase)) for phase in words.PHASES]
-    return _figure("Seconds of a step by what they went to.", rows, tag("ul", *legend, class_="legend")) + _phase_table(
-        known
-    )
+    figure = _figure("Seconds of a step by what they went to.", rows, tag("ul", *legend, class_="legend"))
+    return figure + (_phase_table(known) if known else "")
 
 
 def losses(configs: Sequence[Config]) -> str:
@@ -176,10 +175,10 @@ def _row(config: Config, drawing: str, said: str, value: float, mark: str = "") 
     return tag("li", _name(config, mark), drawing, tag("span", text(said), class_="value", data_value=value))
 
 
-def _without(config: Config) -> str:
+def _without(config: Config, why: str | None = None) -> str:
     """The row of a config that has nothing to draw."""
     failure = config.get("failure")
-    said = f"failed: {failure}" if failure else "not measured"
+    said = f"failed: {failure}" if failure else why or "not measured"
     return tag("li", _name(config), tag("span", text(said), class_="failed"))
 
 

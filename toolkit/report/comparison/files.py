@@ -17,7 +17,10 @@ SPREADS = {
     "step_seconds": ("step_seconds",),
     "startup_seconds": ("startup_seconds",),
 }
-PLAIN = ("name", "machine", "title", "precision", "processes", "devices", "failure", "efficiency", "memory_imbalance")
+PLAIN = (
+    *("name", "machine", "title", "precision", "processes", "devices", "failure", "phases_failure"),
+    *("efficiency", "memory_imbalance"),
+)
 WIDTH = 120  # columns of a terminal that is none
 FOOTNOTE = (
     "samples/s: median (least to most). memory: peak of the fullest device; max/mean: over devices. sent: in a step, "
@@ -93,6 +96,8 @@ def terminal_table(comparison: dict[str, Any]) -> None:
     for config in configs:
         if config.get("failure"):
             console.print(Text(words.printable(words.told(config, reference)), style="red"))
+        elif words.unprofiled(config):
+            console.print(Text(words.printable(f"{words.label(config)}: {words.unprofiled(config)}"), style="yellow"))
     console.print(Text(recommend(comparison)["why"], style="bold"))
 
 

@@ -38,6 +38,12 @@ def about(config: dict[str, Any]) -> str:
     return ", ".join(part for part in (config.get("title"), precision, config.get("machine")) if part)
 
 
+def unprofiled(config: dict[str, Any]) -> str | None:
+    """Why a config that ran has no phases, where its profiled launch failed."""
+    failure = config.get("phases_failure")
+    return failure and f"its phases could not be measured: {failure}"
+
+
 def same_training(config: dict[str, Any], reference: str) -> bool:
     """Whether the config trained, and trained what the reference did."""
     if config.get("failure"):
