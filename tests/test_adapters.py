@@ -213,6 +213,20 @@ def test_a_run_goes_on_from_another_strategys_checkpoint(way, runs, texts, tmp_p
         load_classifier(str(tmp_path / "taken"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "task", "more", "wanted"),
+    [
+        ("texts", "classify", {}, "a causal language model, and a classifier"),
+        ("lines", "language_modeling", {}, "a classifier, and a causal language model"),
+        ("lines", "language_modeling", {"objective": "masked"}, "a classifier, and a masked language model"),
+    ],
+)
+def test_an_adapter_of_another_task_is_refused_before_data_are_read(runs, kind, task, more, wanted, tmp_path):
+    flags = {"model_name_or_path": runs / f"one process {kind}", "train_file": tmp_path / "none.csv", **more}
+    with pytest.raises(UserError, match=f"is an adapter of {wanted} is needed here"):
+        run_here(words(**flags, output_dir=tmp_path / "out"), task=task)
+
+
 def test_an_adapter_is_evaluated_and_trained_on_as_any_model(runs, tmp_path):
     """All of its weights are; a second adapter on top would be lost without the first."""
     more = {"validation_file": runs / "train.csv", "max_steps": 1, "learning_rate": 0}

@@ -116,6 +116,29 @@ def test_a_fault_is_named_and_placed(folder, tiny_classifier, monkeypatch, fault
         assert part in message
 
 
+@pytest.mark.parametrize("task", ["classify", "language_modeling"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--metric_for_best_model", "nonsense"], ["nonsense: an evaluation has loss, "]),
+        (["--metric_for_best_model", "eval_losss"], ["Did you mean `loss`?"]),
+        (["--early_stopping_patience", "1", "--eval_strategy", "epoch"], ["no labelled validation data"]),
+    ],
+)
+def test_a_best_that_cannot_be_told_is_refused_before_the_model_is_loaded(
+    folder, tiny_classifier, monkeypatch, task, flags, said
+):
+    for name in ("classification", "language"):
+        monkeypatch.setattr(f"toolkit.{name}.task.load_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    words = ["--train_file", "train.csv", "--max_steps", "1", "--output_dir", "out", *flags]
+    if task == "language_modeling":
+        words += ["--text_column_names", "text", "--objective", "masked"]
+    with pytest.raises(UserError) as caught:
+        run_here(["--model_name_or_path", str(tiny_classifier), *words], task=task)
+    (message,) = caught.value.messages
+    assert all(part in message for part in said)
+
+
 def test_files_that_are_no_tables(folder, tiny_classifier):
     Path("latin.csv").write_bytes("text,label\ncafé,pos\n".encode("latin-1"))
     Path("broken.parquet").write_bytes(b"PAR1")

@@ -46,6 +46,14 @@ def test_single_label_agrees_with_counting(classes):
     assert metrics.report(SINGLE, logits, targets, list("abcde")[:classes])["confusion"]["counts"] == counts
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets"), [(SINGLE, [0, 1]), (MULTI, [[0, 1], [1, 0]]), (REGRESSION, [0.5, 1.5])], ids=str
+)
+def test_the_names_are_known_before_there_are_scores(kind, targets):
+    scores = metrics.score(kind, np.eye(2), np.array(targets), ["a", "b"])
+    assert [name for name in scores if name != "threshold"] == list(metrics.METRICS[kind])
+
+
 def test_macro_f1_is_over_classes_that_occur():
     """As scikit-learn does: class 2 of 3 is neither true nor predicted."""
     logits = np.array([[2.0, 0, 0], [2.0, 0, 0], [0, 2.0, 0]])

@@ -20,13 +20,14 @@ from toolkit.errors import UserError, nearest, raise_all
 from toolkit.report.console import say
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
 
 NAME = "default"  # peft's, of a model's only adapter
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # peft's names of tasks; it has none for masked language models.
 TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForCausalLM": "CAUSAL_LM"}
+MODELS = {"SEQ_CLS": "a classifier", "CAUSAL_LM": "a causal language model", None: "a masked language model"}
 
 
 def problems(args: Arguments) -> list[str]:
@@ -180,30 +181,44 @@ def is_adapter(name: str | None) -> bool:
     return name is not None and (Path(name) / CONFIG).is_file()
 
 
+def read_config(auto_class: Any, name: str | None) -> "PeftConfig | None":
+    """The config of a folder with an adapter that can be used here; None: `name` is no such folder.
+
+    Raises:
+        UserError: the base model is not there, peft is not, the folder holds a pickle, or it is another task's.
+    """
+    if not is_adapter(name):
+        return None
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(f"{name} is an adapter, which needs the library peft: pip install -e '.[peft]'.")
+    from peft import PeftConfig
+
+    if not (Path(name) / WEIGHTS).is_file():
+        raise UserError(f"{name}: an adapter without {WEIGHTS}; other files may hold code and are not read.")
+    config = PeftConfig.from_pretrained(name)
+    is_of, wanted = MODELS.get(config.task_type or ""), MODELS[TASKS.get(auto_class.__name__)]
+    if is_of and is_of != wanted:
+        raise UserError(f"{name} is an adapter of {is_of}, and {wanted} is needed here.")
+    base = config.base_model_name_or_path or ""
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise UserError(f"{name} is an adapter of the model {base}, which is not there: put it back.")
+    return config
+
+
 def from_pretrained(auto_class: Any, name: str, **how: Any) -> Any:
     """As `auto_class.from_pretrained`; of a folder with an adapter, its base model with the adapter merged into it.
 
     Raises:
         UserError: the base model is not there, peft is not, the folder holds a pickle, or it is another task's.
     """
-    if not is_adapter(name):
+    config = read_config(auto_class, name)
+    if config is None:
         return auto_class.from_pretrained(name, **how)
-    if importlib.util.find_spec("peft") is None:
-        raise UserError(f"{name} is an adapter, which needs the library peft: pip install -e '.[peft]'.")
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from safetensors import safe_open
     from transformers import AutoConfig
 
-    if not (Path(name) / WEIGHTS).is_file():
-        raise UserError(f"{name}: an adapter without {WEIGHTS}; other files may hold code and are not read.")
-    config = PeftConfig.from_pretrained(name)
-    known = {"SEQ_CLS": "a classifier", "CAUSAL_LM": "a causal language model"}
-    is_of, wanted = known.get(config.task_type), known.get(TASKS.get(auto_class.__name__))
-    if is_of and wanted and is_of != wanted:
-        raise UserError(f"{name} is an adapter of {is_of}, and {wanted} is needed here.")
     base = config.base_model_name_or_path or ""
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        raise UserError(f"{name} is an adapter of the model {base}, which is not there: put it back.")
     info = how.pop("output_loading_info", False)
     how = {"config": how.pop("config", None) or AutoConfig.from_pretrained(name), **how}
     how |= {"revision": config.revision or "main", "ignore_mismatched_sizes": True, "output_loading_info": True}

@@ -24,6 +24,7 @@ from toolkit.report.run import Run
 from toolkit.settings import (
     DEFAULT_EVAL_ROWS,
     batch_sizes,
+    best_problems,
     check_flags,
     evaluation_steps,
     learning_rate,
@@ -60,6 +61,7 @@ def fit(task: Task, args: Arguments) -> None:
         splits = task.prepare()
         if not len(splits["train"]):
             raise UserError("there is nothing to train on: the training split has no rows.")
+        raise_all(best_problems(args, task.metrics if "validation" in splits else ()))
         train = splits["train"]
         schedule = make_schedule(
             args, sizes.global_batch, train.lengths, train if isinstance(train, Streamed) else None
@@ -74,7 +76,8 @@ def fit(task: Task, args: Arguments) -> None:
         rate = learning_rate(args, schedule.total_steps)
         stepper = Stepper(strategy, feed, rate, args.seed, args.skip_nonfinite_steps, notice)
         evaluation = Evaluation(task, args, strategy, splits, feed, notice)
-        session = Session(args, stepper, task, run, identity, evaluation.try_out())
+        evaluation.try_out()
+        session = Session(args, stepper, task, run, identity)
         if checkpoint:
             session.resume(checkpoint)
         notice.training_begins()
@@ -223,15 +226,11 @@ class Evaluation:
             "samples_per_second": len(samples) / seconds,
         }
 
-    def try_out(self) -> list[str]:
-        """A few batches of every split, to fail now rather than after training; the names of a validation's figures."""
-        names: list[str] = []
+    def try_out(self) -> None:
+        """A few batches of every split, to fail now rather than after training."""
         for split, samples in self.splits.items():
             if split != "train":
-                table = outputs(self.strategy, self.task, samples, self._bound(), EARLY_BATCHES)
-                if split == "validation":
-                    names = list(self.task.score(split, np.ones_like(table)))
-        return names
+                outputs(self.strategy, self.task, samples, self._bound(), EARLY_BATCHES)
 
     def _bound(self) -> Bound:
         rows = (self.args.per_device_eval_batch_size or DEFAULT_EVAL_ROWS) * self.strategy.devices

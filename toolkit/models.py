@@ -36,6 +36,12 @@ def load_config(args: Arguments, **changes: Any) -> "PretrainedConfig":
     return config
 
 
+def check_adapter(auto_class: Any, args: Arguments) -> None:
+    """Raise a `UserError` where `--model_name_or_path` is an adapter that cannot be used here; reads no weights."""
+    name = args.model_name_or_path
+    _explained("adapter", name, lambda: adapters.read_config(auto_class, name))
+
+
 def load_tokenizer(args: Arguments) -> "PreTrainedTokenizerBase":
     """The tokenizer, padding on the right. One without a padding token pads with its end-of-text token.
 

@@ -1,7 +1,7 @@
 """From flags to the numbers of a step: global batch, steps, learning rate. All faults at once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from toolkit.arguments import Arguments, changed
 from toolkit.data.plan import Schedule, StreamSchedule
-from toolkit.errors import raise_all
+from toolkit.errors import nearest, raise_all
 
 if TYPE_CHECKING:
     from toolkit.task import Streamed
@@ -103,6 +103,25 @@ def best_flags(args: Arguments) -> str:
     """The flags given that need an evaluation to be the best, for a message; empty: there is none."""
     names = ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
     return " and ".join(f"--{name}" for name in names if getattr(args, name))
+
+
+def best_metric(args: Arguments) -> str:
+    """The figure that tells the best evaluation."""
+    return (args.metric_for_best_model or "loss").removeprefix("eval_")
+
+
+def best_problems(args: Arguments, metrics: Collection[str]) -> list[str]:
+    """What stands against telling the best evaluation, where that is asked for.
+
+    Args:
+        metrics: names of an evaluation's figures; none where nothing is evaluated.
+    """
+    asked, metric = best_flags(args), best_metric(args)
+    if not asked or metric in metrics:
+        return []
+    if not metrics:
+        return [f"{asked}: there is no labelled validation data to tell the best by."]
+    return [f"--metric_for_best_model {metric}: an evaluation has {', '.join(metrics)}.{nearest(metric, metrics)}"]
 
 
 def batch_sizes(args: Arguments, devices: int) -> tuple[BatchSizes, list[str]]:

@@ -88,6 +88,7 @@ class Task(Protocol):
     config: Any  # of the model, once the data are prepared
     tokenizer: Any  # saved beside the model
     facts: dict[str, Any]  # for the model card, see toolkit.report.card
+    metrics: tuple[str, ...]  # that the best model may be told by, once the data are prepared
 
     def prepare(self) -> dict[str, Samples]:
         """Read, check and encode the data: splits named train, validation and test, those that there are.

@@ -9,13 +9,11 @@ from typing import Any
 from toolkit.arguments import Arguments
 from toolkit.checkpoint.folder import rotate
 from toolkit.data.plan import Schedule
-from toolkit.errors import UserError, nearest
 from toolkit.report.console import say, warn
-from toolkit.settings import best_flags
+from toolkit.settings import best_flags, best_metric
 
-LOSS = "loss"
 # Figures that are better smaller, by how their names end; `dev_loss` is a loss.
-SMALLER = (LOSS, "perplexity", "bits_per_byte", "bits_per_character", "mse", "mae", "error")
+SMALLER = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "mse", "mae", "error")
 
 
 @dataclass
@@ -33,34 +31,19 @@ class Keeper:
 
     Every rank must be told the same figures, and so comes to the same decisions. Of equal figures the first is the
     best.
-
-    Args:
-        metrics: names of the figures that an evaluation gives; none where nothing is evaluated.
-
-    Raises:
-        UserError: flags that need an evaluation without one, or a metric that there is not.
     """
 
-    def __init__(self, args: Arguments, schedule: Schedule, folder: Path, metrics: list[str]) -> None:
+    def __init__(self, args: Arguments, schedule: Schedule, folder: Path) -> None:
         self.args, self.schedule = args, schedule
         self.folders = [folder]  # where the best one may be
-        self.metric = (args.metric_for_best_model or LOSS).removeprefix("eval_")
+        self.metric = best_metric(args)
         self.greater = args.greater_is_better
         if self.greater is None:
             self.greater = not self.metric.endswith(SMALLER)
         self.best = Best(self.metric)
         self._due = save_steps(args, schedule)
-        asked = best_flags(args)
-        if not asked:
-            return
-        if not metrics:
-            raise UserError(f"{asked}: there is no labelled validation data to tell the best by.")
-        if self.metric not in metrics:
-            raise UserError(
-                f"--metric_for_best_model {self.metric}: an evaluation has {', '.join(metrics)}."
-                f"{nearest(self.metric, metrics)}"
-            )
-        say(f"the best evaluation is the one with the {'greatest' if self.greater else 'smallest'} {self.metric}")
+        if best_flags(args):
+            say(f"the best evaluation is the one with the {'greatest' if self.greater else 'smallest'} {self.metric}")
 
     def due(self, step: int, ends_epoch: bool) -> bool:
         """Whether to save after this step; the last one's model is written anyway."""

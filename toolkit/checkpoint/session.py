@@ -60,15 +60,12 @@ class Session:
 
     Args:
         identity: what defines this training, see `toolkit.checkpoint.resume.training`.
-        metrics: names of an evaluation's figures.
     """
 
-    def __init__(
-        self, args: Arguments, stepper: Stepper, task: Task, run: Run, identity: Mapping[str, Any], metrics: list[str]
-    ) -> None:
+    def __init__(self, args: Arguments, stepper: Stepper, task: Task, run: Run, identity: Mapping[str, Any]) -> None:
         self.args, self.stepper, self.task, self.run = args, stepper, task, run
         self.strategy, self.feed, self.identity = stepper.strategy, stepper.feed, identity
-        self.keeper = Keeper(args, self.feed.schedule, run.folder, metrics)
+        self.keeper = Keeper(args, self.feed.schedule, run.folder)
         self.saver = Saver(self.strategy, run.folder, args.async_save)
         self.evaluation_due = False  # after the last step
         self.saved: int | None = None  # the step of the newest state on disk

@@ -13,6 +13,11 @@ import numpy as np
 SINGLE_LABEL = "single_label_classification"
 MULTI_LABEL = "multi_label_classification"
 REGRESSION = "regression"
+METRICS = {
+    SINGLE_LABEL: ("accuracy", "f1", "f1_macro", "f1_weighted", "mcc"),
+    MULTI_LABEL: ("f1_micro", "f1", "f1_macro", "subset_accuracy"),
+    REGRESSION: ("pearson", "spearman", "mse", "mae"),
+}
 
 
 def probabilities(kind: str, logits: np.ndarray) -> np.ndarray:

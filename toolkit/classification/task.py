@@ -14,8 +14,9 @@ from toolkit.classification.data import EncodedRows, is_demo, read_rows
 from toolkit.data.encoding import encode, max_tokens
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, balance, balanced_weights
 from toolkit.errors import raise_all
-from toolkit.models import check_vocabulary, load_config, load_model, load_tokenizer
+from toolkit.models import check_adapter, check_vocabulary, load_config, load_model, load_tokenizer
 from toolkit.report.console import say, warn
+from toolkit.settings import best_problems
 from toolkit.task import Batch, pad
 
 
@@ -34,6 +35,7 @@ class Classification:
             from toolkit.data.demo import demo_model
 
             args.model_name_or_path = str(demo_model())
+        check_adapter(self._auto_class, args)
         self.config = load_config(args)
         self.tokenizer = load_tokenizer(args)
         has_head = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or [])
@@ -63,9 +65,7 @@ class Classification:
         return splits
 
     def model(self, **how: Any) -> nn.Module:
-        from transformers import AutoModelForSequenceClassification
-
-        return load_model(AutoModelForSequenceClassification, self.args, self.config, self._start, **how)
+        return load_model(self._auto_class, self.args, self.config, self._start, **how)
 
     def collate(self, rows: Sequence[dict[str, Any]], ids: Sequence[int], epoch: int) -> Batch:
         tokens = [row["input_ids"] for row in rows]
@@ -126,6 +126,10 @@ class Classification:
         write_predictions(path, self.labels.kind, self.labels.names, table, ids, self.args.threshold)
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("loss", *metrics.METRICS[self.labels.kind])
+
+    @property
     def facts(self) -> dict[str, Any]:
         return {"pipeline_tag": "text-classification", "labels": self.labels.names}
 
@@ -148,6 +152,12 @@ class Classification:
         train, validation = self.rows["train"], self.rows["validation"]
         texts, targets = (train.texts, validation.texts), (train.targets.tolist(), validation.targets.tolist())
         return {"TF-IDF + logistic regression": tfidf_baseline(texts[0], targets[0], texts[1], targets[1])}
+
+    @property
+    def _auto_class(self) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification
 
     def _start(self, model: nn.Module, fresh: Collection[str]) -> None:
         """Let the bias of a fresh head say the base rates: the log-odds of each label, or the mean value.
@@ -188,17 +198,17 @@ class Classification:
             config.pad_token_id = self.tokenizer.pad_token_id
 
     def _contradictions(self) -> list[str]:
+        problems = best_problems(self.args, self.metrics)
         if not 0 < self.args.threshold < 1:
-            return [f"--threshold {self.args.threshold}: expected a probability between 0 and 1."]
+            problems.append(f"--threshold {self.args.threshold}: expected a probability between 0 and 1.")
         if self.labels.kind == SINGLE and len(self.labels.names) > max(20, len(self.rows["train"].texts) // 4):
             warn(
                 f"{len(self.labels.names)} classes in {len(self.rows['train'].texts)} training rows: if the labels are "
                 "numbers to be predicted, add --problem_type regression."
             )
         if self.labels.kind == SINGLE:
-            return []
+            return problems
         kind = "regression" if self.labels.kind == REGRESSION else "multi-label classification"
-        problems = []
         if self.args.label_smoothing_factor:
             problems.append(f"--label_smoothing_factor {self.args.label_smoothing_factor} has no meaning in {kind}.")
         if self.args.class_weights != "none":

@@ -18,9 +18,10 @@ from toolkit.language.masking import Masker
 from toolkit.language.samples import IGNORED, Around, Windows, cut
 from toolkit.language.streamed import Streamed
 from toolkit.language.tokens import special_tokens
-from toolkit.models import check_vocabulary, load_config, load_model, load_tokenizer
+from toolkit.models import check_adapter, check_vocabulary, load_config, load_model, load_tokenizer
 from toolkit.report.console import say, warn
 from toolkit.report.results import write_text
+from toolkit.settings import best_problems
 from toolkit.task import Batch, pad
 
 BLOCK_SIZE = 1024  # tokens, where model and tokenizer allow so many
@@ -42,6 +43,7 @@ class LanguageModeling:
     def prepare(self) -> dict[str, Windows | Streamed]:
         args = self.args
         raise_all(self._contradictions())
+        check_adapter(self._auto_class, args)
         self.config = load_config(args)
         if self.config.is_encoder_decoder:
             raise UserError(f"{args.model_name_or_path} is an encoder with a decoder, not a language model by itself.")
@@ -65,10 +67,7 @@ class LanguageModeling:
         return self.splits
 
     def model(self, **how: Any) -> nn.Module:
-        from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-
-        kind = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
-        model = load_model(kind, self.args, self.config, **how)
+        model = load_model(self._auto_class, self.args, self.config, **how)
         if self.packed:
             if self.masked:
                 isolation.separate(model, first_position(self.config))
@@ -135,6 +134,10 @@ class LanguageModeling:
         write_text(path, text.getvalue())
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("loss", "perplexity", *(() if self.masked else ("bits_per_byte", "bits_per_character")))
+
+    @property
     def facts(self) -> dict[str, Any]:
         return {"pipeline_tag": "fill-mask" if self.masked else "text-generation"}
 
@@ -157,6 +160,12 @@ class LanguageModeling:
         if not demo.is_demo(self.args) or not {"train", "validation"} <= set(self.splits):
             return {}
         return demo.ngram_baselines(self.splits["train"].corpus, self.splits["validation"].corpus)
+
+    @property
+    def _auto_class(self) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+        return AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
 
     def _how(self, split: str) -> str:
         """How a split's chunks become samples.
@@ -186,7 +195,7 @@ class LanguageModeling:
         return size
 
     def _contradictions(self) -> list[str]:
-        args, problems = self.args, []
+        args, problems = self.args, best_problems(self.args, self.metrics)
         if args.streaming:
             problems += stream.problems(args)
             if args.train_sampling_strategy == "group_by_length":
