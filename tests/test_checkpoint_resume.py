@@ -58,6 +58,20 @@ def flags(files, out, *more, **changed):
     ]
 
 
+@pytest.mark.parametrize("kind", ["missing", "of another shape"])
+def test_what_the_checkpoint_replaces_is_not_said_to_be_initialised_anew(kind, files, tmp_path, capfd):
+    if kind == "missing":
+        save_tiny_bert(tmp_path / "model")
+    else:
+        save_tiny_classifier(tmp_path / "model", labels=("neg", "pos", "so-so"))
+    words = flags(files, tmp_path / "out", model_name_or_path=tmp_path / "model", resume_from_checkpoint="auto")
+    said = []
+    for steps in (5, 6):
+        run_here([*words, "--max_steps", str(steps), "--allow_changed", "total_steps"])
+        said.append("initialised anew" in capfd.readouterr().err)
+    assert said == [True, False]  # there was no checkpoint at first
+
+
 @contextmanager
 def watched():
     """The micro-batches of every step that is taken meanwhile."""

@@ -58,6 +58,7 @@ def fit(task: Task, args: Arguments) -> None:
             say(f"{run.folder}: this run has finished, there is nothing to go on with")
             return
         checkpoint = wanted_checkpoint(run, strategy)
+        task.resumes = checkpoint is not None
         splits = task.prepare()
         if not len(splits["train"]):
             raise UserError("there is nothing to train on: the training split has no rows.")

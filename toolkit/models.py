@@ -80,6 +80,7 @@ def load_model(
     args: Arguments,
     config: "PretrainedConfig",
     start: Callable[[nn.Module, Collection[str]], None] | None = None,
+    resumes: bool = False,
     **how: Any,
 ) -> nn.Module:
     """The model, in the dtype that `how` says, with freshly initialised parts named.
@@ -89,6 +90,7 @@ def load_model(
 
     Args:
         start: called with the model and the names of its parts that were initialised anew.
+        resumes: a checkpoint replaces the weights, so what was initialised anew is not worth a word.
 
     Raises:
         UserError: the files cannot be read, or do not fit the config outside the head.
@@ -105,7 +107,7 @@ def load_model(
         model = _from_scratch(auto_class, args, config, **how)
         fresh: Collection[str] = {name for name, _ in model.named_parameters()}
     else:
-        model, fresh = _from_files(auto_class, args, config, **how)
+        model, fresh = _from_files(auto_class, args, config, resumes, **how)
     if start is not None:
         start(model, fresh)
     if args.use_peft:
@@ -141,7 +143,7 @@ def _from_scratch(
 
 
 def _from_files(
-    auto_class: Any, args: Arguments, config: "PretrainedConfig", **how: Any
+    auto_class: Any, args: Arguments, config: "PretrainedConfig", resumes: bool, **how: Any
 ) -> tuple[nn.Module, Collection[str]]:
     """The model of `--model_name_or_path`, and the names of its parts that were initialised anew."""
     load = partial(adapters.from_pretrained, auto_class)
@@ -161,10 +163,10 @@ def _from_files(
         output_loading_info=True,
         **how,
     )
-    return model, _check_found(model, found, args.model_name_or_path)
+    return model, _check_found(model, found, args.model_name_or_path, resumes)
 
 
-def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> set[str]:
+def _check_found(model: nn.Module, found: dict[str, Any], name: str, quiet: bool) -> set[str]:
     """The names of parts initialised anew, after saying so; raises a `UserError` where these are not the head's."""
     body = f"{model.base_model_prefix}."
     mismatched = sorted(
@@ -180,10 +182,10 @@ def _check_found(model: nn.Module, found: dict[str, Any], name: str) -> set[str]
     own = [key for key, _ in model.named_parameters() if key.startswith(body)]
     if own and set(own) <= set(missing):
         raise UserError(f"{name} holds none of the weights of a {type(model).__name__}: is it a model of another kind?")
-    if mismatched:
+    if mismatched and not quiet:
         warn(f"initialised anew, since the file has another shape (another number of labels): {', '.join(mismatched)}")
     fresh = [key for key in missing if key not in mismatched]
-    if fresh:
+    if fresh and not quiet:
         say(f"initialised anew: {', '.join(fresh[:6])}" + (f" and {len(fresh) - 6} more" if len(fresh) > 6 else ""))
     return {*missing, *mismatched}
 

@@ -90,6 +90,8 @@ class Task(Protocol):
     facts: dict[str, Any]  # for the model card, see toolkit.report.card
     metrics: tuple[str, ...]  # that the best model may be told by, once the data are prepared
 
+    resumes: bool  # whether a checkpoint replaces the weights that `model` gives
+
     def prepare(self) -> dict[str, Samples]:
         """Read, check and encode the data: splits named train, validation and test, those that there are.
 

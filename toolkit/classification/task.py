@@ -26,6 +26,8 @@ class Classification:
     name = "classify"
     command = "predict"
 
+    resumes = False
+
     def __init__(self, args: Any) -> None:
         self.args = args
 
@@ -65,7 +67,7 @@ class Classification:
         return splits
 
     def model(self, **how: Any) -> nn.Module:
-        return load_model(self._auto_class, self.args, self.config, self._start, **how)
+        return load_model(self._auto_class, self.args, self.config, self._start, self.resumes, **how)
 
     def collate(self, rows: Sequence[dict[str, Any]], ids: Sequence[int], epoch: int) -> Batch:
         tokens = [row["input_ids"] for row in rows]

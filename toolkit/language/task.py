@@ -34,6 +34,8 @@ class LanguageModeling:
     name = "language_modeling"
     command = "generate"
 
+    resumes = False
+
     def __init__(self, args: Any) -> None:
         self.args = args
         self.masked = args.objective == "masked"
@@ -67,7 +69,7 @@ class LanguageModeling:
         return self.splits
 
     def model(self, **how: Any) -> nn.Module:
-        model = load_model(self._auto_class, self.args, self.config, **how)
+        model = load_model(self._auto_class, self.args, self.config, resumes=self.resumes, **how)
         if self.packed:
             if self.masked:
                 isolation.separate(model, first_position(self.config))
