@@ -1,15 +1,19 @@
 """What people get wrong, from flags to a result: a paragraph each, all at once, and nothing is touched."""
 
 import csv
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from tests.runs import ROOT, run, run_here
 from toolkit.cli import main as toolkit
 from toolkit.errors import UserError
+from toolkit.report.results import MetricsLog
 
 ROWS = ["a good film,pos", "a bad film,neg", "the best of times,pos", "the worst of times,neg"]
 
@@ -208,6 +212,50 @@ def test_a_run_that_diverges_keeps_its_log(folder, tiny_classifier):
     assert json.loads(Path("out/run.json").read_text())["status"] == "failed"
     assert len(Path("out/metrics.jsonl").read_text().splitlines()) >= 1
     assert not Path("out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [
+        ("metrics.jsonl", "checkpoint-2, run.json, metrics.jsonl"),
+        ("the model", "checkpoint-2, run.json, metrics.jsonl"),
+        ("eval_results.json", "the model, run.json, metrics.jsonl, train_results.json, eval_report.json"),
+        ("predictions.csv", "all_results.json"),
+        ("README.md", "predictions.csv"),
+        ("run.json", "README.md"),
+    ],
+)
+def test_a_full_disk_is_a_paragraph_that_says_what_is_saved(folder, tiny_classifier, monkeypatch, name, saved):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    replace, write_line, save = os.replace, MetricsLog.write, PreTrainedTokenizerBase.save_pretrained
+
+    def replace_until_full(source, target):
+        if Path(target).name == name and Path("out/README.md" if name == "run.json" else "out/checkpoint-2").exists():
+            raise full
+        replace(source, target)
+
+    def write_until_full(log, **row):
+        if name == "metrics.jsonl" and row["step"] == 3:
+            log._file.close()
+            log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+        write_line(log, **row)
+
+    def save_until_full(tokenizer, target, **how):
+        if name == "the model" and target == Path("out"):
+            raise Exception("No space left on device (os error 28)")  # as the library tokenizers says it
+        return save(tokenizer, target, **how)
+
+    monkeypatch.setattr("toolkit.report.results.os.replace", replace_until_full)
+    monkeypatch.setattr(MetricsLog, "write", write_until_full)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save_until_full)
+    write("test.csv", "text", "a good film")
+    words = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
+    with pytest.raises(UserError) as caught:
+        train(tiny_classifier, *words, "--test_file", "test.csv")
+    (message,) = caught.value.messages
+    assert message.startswith(f"{name} cannot be written to out: No space left on device. Saved there already: check")
+    assert saved in message and message.endswith("by the same command with --resume_from_checkpoint auto.")
+    assert "\n" not in message
 
 
 TREATED = {

@@ -439,7 +439,8 @@ def test_a_model_that_cannot_be_written_costs_what_came_behind_the_checkpoint(ki
     full = mock.patch.object(PreTrainedModel, "save_pretrained", side_effect=kind("No space left on device"))
     with full:
         messages = refused(flags(files, tmp_path / "out"))
-    assert "No space left on device. Make room" in messages[0]
+    assert f"the model cannot be written to {tmp_path / 'out'}: No space left on device. " in messages[0]
+    assert "Saved there already: checkpoint-12, run.json, metrics.jsonl. Make room, and go on" in messages[0]
     run_here(flags(files, tmp_path / "out", resume_from_checkpoint="auto"))
     equal(tmp_path / "out", straight)
 

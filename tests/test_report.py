@@ -1,5 +1,6 @@
 """Result files, progress, plots and the model card."""
 
+import errno
 import json
 import math
 import os
@@ -52,11 +53,35 @@ def test_json_is_strict_and_keeps_precision(tmp_path):
     assert os.listdir(tmp_path) == ["all_results.json"]
 
 
+def test_errors_of_the_system_as_libraries_in_rust_say_them(tmp_path):
+    """As the library tokenizers does; what is no such error stays what it is."""
+    with pytest.raises(OSError, match="No space left on device") as error, results.system_errors():
+        raise Exception("No space left on device (os error 28)")
+    assert error.value.errno == errno.ENOSPC
+    with pytest.raises(ZeroDivisionError), results.system_errors():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("name", ["training.png", "README.md", "a.csv"])
+def test_no_kind_of_result_is_written_by_half(name, tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "learning_rate": 0.1}\n')
+    write = {
+        "training.png": lambda path: training_plot(tmp_path / "metrics.jsonl", path),
+        "README.md": lambda path: model_card(path, {"name": "mine"}),
+        "a.csv": lambda path: results.write_text(path, "a"),
+    }[name]
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(UserError, match=f"{name} cannot be written to {tmp_path}: No space left on device"):
+        write(tmp_path / name)
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     results.write_json(path, {"old": 1})
     monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=rf"run.json cannot be written to {tmp_path}: disk full. Make room"):
         results.write_json(path, {"new": 2})
     assert _strict(path.read_text()) == {"old": 1}
     assert os.listdir(tmp_path) == ["run.json"]

@@ -18,7 +18,7 @@ from toolkit.errors import UserError
 from toolkit.models import save_config
 from toolkit.report.console import say, warn
 from toolkit.report.facts import device_name, versions
-from toolkit.report.results import to_json
+from toolkit.report.results import system_errors, to_json
 from toolkit.report.run import Run
 from toolkit.step import Stepper
 from toolkit.strategy.base import Strategy
@@ -133,10 +133,11 @@ class Session:
         metrics = self.run.metrics() if self.strategy.rank == 0 else b""
 
         def extras(folder: Path) -> None:
-            save_config(self.strategy.shell(), folder)
-            if adapters.present(self.strategy.model):
-                adapters.complete(folder, self.strategy.model)
-            self.task.tokenizer.save_pretrained(folder)
+            with system_errors():
+                save_config(self.strategy.shell(), folder)
+                if adapters.present(self.strategy.model):
+                    adapters.complete(folder, self.strategy.model)
+                self.task.tokenizer.save_pretrained(folder)
             (folder / "metrics.jsonl").write_bytes(metrics)
 
         self.saver.save(step, state, extras, self.keeper.rotation())

@@ -13,7 +13,7 @@ from toolkit.errors import UserError
 from toolkit.launch.cases import REFERENCE, Case, all_cases, flags_class, last_error, same_step, split_words
 from toolkit.launch.machine import Machine, detect
 from toolkit.report.console import say
-from toolkit.report.results import read_metrics, to_json
+from toolkit.report.results import read_metrics, to_json, write_text
 
 # Relative differences of loss and grad norm that rounding explains, at learning rates up to HIGHEST_RATE.
 TOLERANCE = {"no": (1e-5, 5e-5), "bf16": (1e-2, 2e-2), "fp16": (1e-2, 2e-2)}
@@ -120,10 +120,10 @@ def main(argv: Sequence[str]) -> int:
         folder = options.output_dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         outcomes = run_all(cases, script, flags, folder, machine, len(options.configs) > 0)
-        (folder / "parity.json").write_text(
-            to_json([asdict(outcome) | {"verdict": outcome.verdict} for outcome in outcomes])
+        write_text(
+            folder / "parity.json", to_json([asdict(outcome) | {"verdict": outcome.verdict} for outcome in outcomes])
         )
-        (folder / "parity.md").write_text(markdown(outcomes[1:]))
+        write_text(folder / "parity.md", markdown(outcomes[1:]))
     show(outcomes)
     return 0 if all(outcome.verdict == "equal" for outcome in outcomes) else 1
 

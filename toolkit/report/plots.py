@@ -1,8 +1,13 @@
 """Pictures of a training."""
 
+import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.report.results import read_metrics
+from toolkit.report.results import read_metrics, write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def training_plot(metrics_jsonl: Path, png: Path) -> None:
@@ -38,7 +43,14 @@ def training_plot(metrics_jsonl: Path, png: Path) -> None:
     for axes in (losses, rates):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(png, dpi=150, format="png")
+    write_figure(png, figure)
+
+
+def write_figure(path: Path, figure: "Figure") -> None:
+    """Write a picture in the format of its ending."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format=path.suffix.removeprefix("."))
+    write_bytes(path, content.getvalue())
 
 
 def _series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:

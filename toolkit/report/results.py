@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,7 @@ from typing import Any, Self
 
 from toolkit.errors import UserError
 
-# What a run leaves at the top of its output folder: `--overwrite_output_dir` removes these and nothing else.
-RESULT_FILES = (
+RESULTS = (
     *("run.json", "metrics.jsonl", "train_results.json", "eval_results.json", "all_results.json"),
     *(
         "eval_report.json",
@@ -23,7 +23,12 @@ RESULT_FILES = (
         "training.png",
         "diagnostics.json",
     ),
-    *("README.md", "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    "README.md",
+)
+# What a run leaves at the top of its output folder: `--overwrite_output_dir` removes these and nothing else.
+RESULT_FILES = (
+    *RESULTS,
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model"),
     *("sentencepiece.bpe.model", "bpe.codes", "adapter_config.json", "adapter_model.safetensors"),
@@ -31,6 +36,14 @@ RESULT_FILES = (
 SHARDS = "model-*-of-*.safetensors"
 # These files make a folder this toolkit's; a config.json or a README.md may be anybody's.
 MARKS = ("run.json", "metrics.jsonl")
+
+
+class Unwritable(UserError):
+    """A file that cannot be written: `reason` says which and why, the message also what to do."""
+
+    def __init__(self, name: str, folder: Path, error: Exception) -> None:
+        self.reason = f"{name} cannot be written to {folder}: {getattr(error, 'strerror', None) or error}."
+        super().__init__(f"{self.reason} Make room, or choose another folder.")
 
 
 def to_json(data: Any, indent: int | None = None) -> str:
@@ -49,25 +62,46 @@ def write_json(path: Path, data: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file in one move. Line ends are written as they are."""
+    # A lone surrogate, which a text of the data may hold, is written as an escape rather than lost.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one move.
+
+    Raises:
+        Unwritable: it cannot be.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _writing(path):
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        # A lone surrogate, which a text of the data may hold, is written as an escape rather than lost.
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise Unwritable(path.name, path.parent, error) from None
 
 
 class MetricsLog:
     """`metrics.jsonl`: one strict JSON object a line, flushed, so that a killed run keeps its lines."""
 
     def __init__(self, path: Path) -> None:
-        self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._path = Path(path)
+        with _writing(self._path):
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, **row: Any) -> None:
         """Append one line."""
-        self._file.write(to_json(row) + "\n")
+        with _writing(self._path):
+            self._file.write(to_json(row) + "\n")
 
     def close(self) -> None:
         """Close the file; more than once is fine."""
@@ -203,14 +237,26 @@ def model_written_to(folder: Path) -> Iterator[None]:
     """Inside it a model is written.
 
     Raises:
-        UserError: it cannot be.
+        Unwritable: it cannot be.
     """
-    from safetensors import SafetensorError  # its own error for a full disk
+    from safetensors import SafetensorError
 
     try:
-        yield
+        with system_errors():
+            yield
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"the model cannot be written to {folder}: {error}. Make room, and go on from the last checkpoint by the "
-            "same command with --resume_from_checkpoint auto."
-        ) from None
+        name = getattr(error, "filename", None)
+        raise Unwritable(Path(name).name if name else "the model", folder, error) from None
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Inside it files are written by libraries in Rust, whose own errors for a full disk and the like become
+    `OSError`s."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

@@ -17,16 +17,20 @@ import torch
 
 from toolkit import adapters
 from toolkit.arguments import Arguments, changed
+from toolkit.checkpoint.folder import named
 from toolkit.checkpoint.resume import AUTO, same_flags
 from toolkit.data.feed import Feed, Work
 from toolkit.data.plan import Bound, Schedule
+from toolkit.errors import UserError
 from toolkit.launch.environment import World, restarts
 from toolkit.models import save_config
 from toolkit.report.console import say, warn
 from toolkit.report.facts import peak_memory, versions
 from toolkit.report.progress import Progress, duration
 from toolkit.report.results import (
+    RESULTS,
     MetricsLog,
+    Unwritable,
     check_output,
     claim_output,
     last_folder,
@@ -34,6 +38,7 @@ from toolkit.report.results import (
     new_folder,
     read_metrics,
     remove_checkpoints,
+    write_bytes,
     write_json,
 )
 from toolkit.report.summary import line, quality, result_rows, table
@@ -70,6 +75,7 @@ class Run:
             self.resume_from == AUTO or Path(self.resume_from).resolve().parent == self.folder.resolve()
         )
         self.overwrite = args.overwrite_output_dir or self.continues
+        self.exported = False
         self.log: MetricsLog | None = None
         self.tracker: Tracker | None = None
 
@@ -87,14 +93,27 @@ class Run:
         if error is not None and self.losses:
             error.add_note(f"after step {len(self.losses)} of {self.schedule.total_steps}")
         if self.log is not None:
-            self.log.close()
-            if error is not None:
-                self._write_settings(status="failed")
+            with suppress(OSError, Unwritable):  # the disk is still full
+                if error is not None:
+                    self._write_settings(status="failed")
+                self.log.close()
         elif self.writes and self.made:
             with suppress(OSError):  # somebody has put a file there
                 self.folder.rmdir()
         if self.tracker is not None:
             self.tracker.close()
+        if self.log is not None and isinstance(error, Unwritable):
+            raise UserError(
+                f"{error.reason} {self._saved()} Make room, and go on by the same command with "
+                "--resume_from_checkpoint auto."
+            ) from None
+
+    def _saved(self) -> str:
+        """What is whole in the folder."""
+        found = [path.name for _, path in named(self.folder)[:1]]
+        found += ["the model"] * self.exported
+        found += [name for name in RESULTS if (self.folder / name).is_file()]
+        return f"Saved there already: {', '.join(found)}."
 
     def describe(self, strategy: Strategy, splits: dict[str, Samples], schedule: Schedule, bound: Bound) -> None:
         """Note the settings as they came about."""
@@ -129,7 +148,7 @@ class Run:
             if not self.continues:
                 remove_checkpoints(self.folder)  # of an earlier run, whose results go too
             self._write_settings(status="running")
-            (self.folder / "metrics.jsonl").write_bytes(self.earlier)
+            write_bytes(self.folder / "metrics.jsonl", self.earlier)
             self.log = MetricsLog(self.folder / "metrics.jsonl")
             if self.args.report_to != "none":
                 self.tracker = Tracker(self.args.report_to, self.name, self.folder, _plain(changed(self.args)))
@@ -263,6 +282,7 @@ class Run:
                 weights = adapters.merged(model, weights) if merge else weights
                 strategy.shell().save_pretrained(self.folder, state_dict=weights)
             task.tokenizer.save_pretrained(self.folder)
+        self.exported = True
 
     def close(self, task: Task, results: dict[str, dict[str, Any]], tables: dict[str, np.ndarray]) -> None:
         """Write the results and say how it went."""

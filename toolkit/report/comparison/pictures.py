@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.report.comparison import words
 from toolkit.report.comparison.words import get
+from toolkit.report.plots import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +67,7 @@ def _picture(
             figure.suptitle(words.REHEARSAL, fontsize=9, fontweight="bold", color="#8a5a00")
         for ending in ("png", "svg"):
             written.append(path.with_suffix(f".{ending}"))
-            figure.savefig(written[-1], dpi=150, format=ending)
+            write_figure(written[-1], figure)
     return written
 
 
