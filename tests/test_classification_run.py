@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -77,6 +78,23 @@ def test_a_model_of_pairs_is_not_asked_about_single_texts(tiny_bert, tmp_path, c
 def test_a_model_of_single_texts_is_not_asked_about_pairs(multi_label):
     with pytest.raises(UserError, match="trained on single texts"):
         predict.main([str(multi_label / "out"), "--text", "a good film", "--text_pair", "a bad film"])
+
+
+@pytest.mark.parametrize("more", [[], ["--use_peft"], ["--use_peft", "--merge_adapter"]], ids=" ".join)
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_files_have_the_modes_that_the_umask_gives(tiny_bert, tmp_path, monkeypatch, more, umask):
+    (tmp_path / "train.csv").write_text("text,label\na good film,pos\na bad film,neg\n")
+    monkeypatch.setattr("toolkit.report.results.UMASK", umask)
+    before = os.umask(umask)
+    try:
+        train(tiny_bert, tmp_path, tmp_path / "out", "--save_strategy", "steps", "--save_steps", 1, *more)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in files)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: oct(0o666 & ~umask) for path in files
+    }
 
 
 def test_the_model_is_saved_before_the_final_evaluation_can_fail(tiny_classifier, tmp_path, monkeypatch):

@@ -55,10 +55,10 @@ def test_json_is_strict_and_keeps_precision(tmp_path):
 
 def test_errors_of_the_system_as_libraries_in_rust_say_them(tmp_path):
     """As the library tokenizers does; what is no such error stays what it is."""
-    with pytest.raises(OSError, match="No space left on device") as error, results.system_errors():
+    with pytest.raises(OSError, match="No space left on device") as error, results.libraries_write(tmp_path):
         raise Exception("No space left on device (os error 28)")
     assert error.value.errno == errno.ENOSPC
-    with pytest.raises(ZeroDivisionError), results.system_errors():
+    with pytest.raises(ZeroDivisionError), results.libraries_write(tmp_path):
         raise ZeroDivisionError
 
 

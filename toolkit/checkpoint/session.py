@@ -18,7 +18,7 @@ from toolkit.errors import UserError
 from toolkit.models import save_config
 from toolkit.report.console import say, warn
 from toolkit.report.facts import device_name, versions
-from toolkit.report.results import system_errors, to_json
+from toolkit.report.results import libraries_write, to_json
 from toolkit.report.run import Run
 from toolkit.step import Stepper
 from toolkit.strategy.base import Strategy
@@ -133,7 +133,7 @@ class Session:
         metrics = self.run.metrics() if self.strategy.rank == 0 else b""
 
         def extras(folder: Path) -> None:
-            with system_errors():
+            with libraries_write(folder):
                 save_config(self.strategy.shell(), folder)
                 if adapters.present(self.strategy.model):
                     adapters.complete(folder, self.strategy.model)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +34,8 @@ RESULT_FILES = (
     *("sentencepiece.bpe.model", "bpe.codes", "adapter_config.json", "adapter_model.safetensors"),
 )
 SHARDS = "model-*-of-*.safetensors"
+UMASK = os.umask(0)  # can only be read by setting it, which threads that write files would notice
+os.umask(UMASK)
 # These files make a folder this toolkit's; a config.json or a README.md may be anybody's.
 MARKS = ("run.json", "metrics.jsonl")
 
@@ -242,7 +244,7 @@ def model_written_to(folder: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        with system_errors():
+        with libraries_write(folder):
             yield
     except (OSError, SafetensorError) as error:
         name = getattr(error, "filename", None)
@@ -250,9 +252,11 @@ def model_written_to(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def system_errors() -> Iterator[None]:
-    """Inside it files are written by libraries in Rust, whose own errors for a full disk and the like become
-    `OSError`s."""
+def libraries_write(folder: Path) -> Iterator[None]:
+    """Inside it libraries in Rust (safetensors, tokenizers) write files of a model, which then behave like any other.
+
+    Their own errors for a full disk and the like become `OSError`s, and the files' modes those of the umask.
+    """
     try:
         yield
     except Exception as error:
@@ -260,3 +264,7 @@ def system_errors() -> Iterator[None]:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    for file in folder.iterdir():
+        if file.name in RESULT_FILES or file.match(SHARDS):
+            with suppress(OSError):  # a file system without modes
+                file.chmod(0o666 & ~UMASK)
