@@ -276,6 +276,13 @@ TREATED = {
         2,
         "train: 1 of 2 texts are cut at 64 tokens",
     ),
+    "a text column of no usual name": (["label,comment", "pos,a", "neg,b"], [], 2, "texts: column `comment`"),
+    "a pair of usual names": (
+        ["premise,hypothesis,label", "a,b,pos", "c,d,neg"],
+        [],
+        2,
+        "texts: columns `premise` and `hypothesis`",
+    ),
     "a length beyond the model": (
         ["text,label", *ROWS],
         ["--max_length", "512"],
@@ -289,7 +296,7 @@ TREATED = {
 def test_what_is_put_right_is_said(folder, tiny_classifier, capfd, fault):
     lines, flags, rows, said = TREATED[fault]
     write("bad.csv", *lines)
-    train(tiny_classifier, *flags, train="bad.csv")
+    train(tiny_classifier, *flags, train="bad.csv", dev="bad.csv")
     assert said in capfd.readouterr().err
     assert json.loads(Path("out/run.json").read_text())["samples"]["train"] == rows
 

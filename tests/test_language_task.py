@@ -491,6 +491,7 @@ def test_masked_card(masked_runs):
         (["--block_size", 2], "at least 3"),
         (["--eval_stride", 24], "from 1 to 23"),
         (["--attn_implementation", "flash_attention_2"], "--packing none"),
+        (["--attn_implementation", "nonsense"], "nonsense: unknown attention implementation, expected one of eager, "),
         (["--objective", "masked"], "no mask token"),
         (["--objective", "masked", "--packing", "concatenate"], "--objective causal"),
         (["--streaming"], "needs --max_steps"),

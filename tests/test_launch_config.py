@@ -240,7 +240,7 @@ def test_a_key_that_accelerate_parses_but_drops_is_reported(config):
         (ONE + "use_cpu: 'false'\n", ("true or false, without quotes",)),
         ("distributed_type: MULTI_GPU\nnum_processes: '2'\n", ("a whole number without quotes",)),
         ("distributed_type: NO\n", ("quote it: `distributed_type: 'NO'`",)),
-        (ONE + "mixed_precision: bf61\n", ("expected one of no, fp8, fp16, bf16", "Did you mean `bf16`?")),
+        (ONE + "mixed_precision: bf61\n", ("expected one of no, fp16, bf16.", "Did you mean `bf16`?")),
         ("distributed_type: MULTI_GPUS\nnum_processes: 2\n", ("Did you mean `MULTI_GPU`?",)),
         ("num_processes: 1\n", ("key `distributed_type`: missing",)),
         (ONE + "dynamo_config:\n  dynamo_backend: no\n", ("c.yaml:4", "quote it")),

@@ -140,6 +140,9 @@ def test_j11_accumulation_set_elsewhere(monkeypatch):
     ("flags", "words"),
     [
         ({"global_batch_size": 0}, "--global_batch_size 0: expected at least 1"),
+        ({"attn_implementation": "spda"}, "unknown attention implementation, expected one of eager, "),
+        ({"attn_implementation": "SDPA"}, "sdpa. Did you mean `sdpa`?"),
+        ({"attn_implementation": "sdpa_cpu"}, "unknown attention implementation"),
         ({"max_steps": -1}, "--max_steps -1: expected at least 1"),
         ({"per_device_eval_batch_size": 0}, "--per_device_eval_batch_size 0"),
         ({"learning_rate": -1.0}, "--learning_rate -1.0"),

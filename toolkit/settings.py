@@ -89,6 +89,7 @@ def check_flags(args: Arguments) -> list[str]:
     from toolkit import adapters  # torch comes with it
 
     problems += adapters.problems(args)
+    problems += _attention_problems(args.attn_implementation)
     if args.hub_model_id and not args.push_to_hub:
         problems.append("--hub_model_id has no effect without --push_to_hub.")
     if args.gradient_accumulation_steps is not None and args.per_device_train_batch_size is None:
@@ -97,6 +98,24 @@ def check_flags(args: Arguments) -> list[str]:
             "--global_batch_size and let the machine decide how to cut it."
         )
     return problems
+
+
+def _attention_problems(name: str | None) -> list[str]:
+    """A kernel of the Hub, `owner/name`, is not looked up here."""
+    if name is None or "/" in name:
+        return []
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from toolkit.attention import PADDED, UNPADDED
+
+    # A name with a bar is for generation, not training.
+    known = {"eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in key)} - {PADDED, UNPADDED}
+    if name in known:
+        return []
+    return [
+        f"--attn_implementation {name}: unknown attention implementation, expected one of {', '.join(sorted(known))}."
+        f"{nearest(name.lower(), known)}"
+    ]
 
 
 def best_flags(args: Arguments) -> str:

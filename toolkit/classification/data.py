@@ -66,6 +66,8 @@ def read_rows(args: Any, known: dict[int, str] | None) -> tuple[dict[str, Rows],
     train = tables["train"]
     column = label_column(train, args.label_column_name)
     names = text_columns(train, args.text_column_names, column)
+    if not args.text_column_names:
+        say(f"texts: column{'s' * (len(names) > 1)} {' and '.join(f'`{name}`' for name in names)}")
     read: dict[str, tuple[Table, list, list[int]]] = {}
     for split, table in tables.items():
         found, kept = texts(table, names, args.empty_text)

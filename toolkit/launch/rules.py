@@ -160,11 +160,11 @@ def precision(config: Config, machine: Machine) -> Iterator[str]:
     # The CPU computes in everything but fp8, slower or faster.
     bf16, fp16 = machine.bf16 or config.on_cpu, machine.fp16 or config.on_cpu
     device = machine.gpu_names[0] if machine.gpu_names else "MPS" if machine.mps else "this device"
-    if name not in PrecisionType.list():
-        known = PrecisionType.list()
-        yield f"{at}: expected one of {', '.join(known)}.{nearest(name, known)}"
-    elif name == "fp8":
+    known = [kind for kind in PrecisionType.list() if kind != "fp8"]
+    if name == "fp8":
         yield f"{at}: fp8 is not supported; use bf16."
+    elif name not in known:
+        yield f"{at}: expected one of {', '.join(known)}.{nearest(name, known)}"
     elif name == "bf16" and not bf16:
         other = "fp16, or fp32 (mixed_precision: 'no')" if fp16 else "mixed_precision: 'no'"
         yield f"{at}: {device} does not compute in bf16; use {other}."
