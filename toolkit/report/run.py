@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from toolkit.launch.environment import World, restarts
 from toolkit.models import save_config
 from toolkit.report.console import say, warn
 from toolkit.report.facts import peak_memory, versions
-from toolkit.report.progress import Progress, duration
+from toolkit.report.progress import Progress
 from toolkit.report.results import (
     RESULTS,
     MetricsLog,
@@ -41,7 +40,7 @@ from toolkit.report.results import (
     write_bytes,
     write_json,
 )
-from toolkit.report.summary import line, quality, result_rows, table
+from toolkit.report.summary import conclude, line
 from toolkit.report.tracker import Tracker
 from toolkit.strategy.base import Strategy, Update
 from toolkit.task import Samples, Task
@@ -151,7 +150,7 @@ class Run:
             write_bytes(self.folder / "metrics.jsonl", self.earlier)
             self.log = MetricsLog(self.folder / "metrics.jsonl")
             if self.args.report_to != "none":
-                self.tracker = Tracker(self.args.report_to, self.name, self.folder, _plain(changed(self.args)))
+                self.tracker = Tracker(self.args.report_to, self.name, self.folder, self.changed_flags)
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)  # what was tried before does not count
         self.train_started = self.last = time.perf_counter()
@@ -231,6 +230,11 @@ class Run:
     def flags(self) -> dict[str, Any]:
         """All flags, for a file."""
         return _plain(dataclasses.asdict(self.args))
+
+    @property
+    def changed_flags(self) -> dict[str, Any]:
+        """Those that are not at their default."""
+        return _plain(changed(self.args))
 
     def metrics(self) -> bytes:
         """metrics.jsonl so far."""
@@ -313,7 +317,7 @@ class Run:
                 self.tracker.log(evaluation, self.steps)
         if "test" in tables:
             task.write_predictions(self.folder / "predictions.csv", "test", tables["test"])
-        self._report(task, results)
+        conclude(self, task, results)
         self.settings["cut"] = {
             "micro_batches_per_step": self.micro_batches / len(self.losses),
             "padding_share": 1 - self.tokens / self.padded,
@@ -325,38 +329,6 @@ class Run:
             from toolkit.report.hub import push
 
             push(self.folder, self.args.hub_model_id or self.folder.name)
-
-    def _report(self, task: Task, results: dict[str, dict[str, Any]]) -> None:
-        """The plot, the model card and the closing table."""
-        from toolkit.report.card import model_card
-        from toolkit.report.plots import training_plot
-
-        training_plot(self.folder / "metrics.jsonl", self.folder / "training.png")
-        figures = results.get("validation", {})
-        facts = {
-            "name": self.folder.name,
-            "base_model": self.args.model_name_or_path,
-            "adapter": self.args.use_peft and not self.args.merge_adapter,
-            **task.facts,
-            "results": quality(figures),
-            "settings": _plain(changed(self.args)),
-            "versions": versions(),
-        }
-        model_card(self.folder / "README.md", facts)
-        baseline = self.settings["baseline"] = task.baseline()
-        rate = self.samples / self.train_seconds
-        rows = [
-            *result_rows(results, baseline),
-            ("training", f"{duration(self.train_seconds)}, {rate:.1f} samples/s"),
-            ("all in all", duration(time.perf_counter() - self.started)),
-            ("model", str(self.folder)),
-        ]
-        if task.example:
-            rows.append(("try it", f"toolkit {task.command} {shlex.quote(str(self.folder))} {task.example}"))
-        say(table(rows))
-        sample = task.sample(self.folder)
-        if sample:
-            say(f"a sample of what it writes:\n{sample}")
 
     def _write_settings(self, status: str) -> None:
         content = {"status": status, "task": self.name, "flags": self.flags, **self.settings, "versions": versions()}
