@@ -258,6 +258,20 @@ def test_a_full_disk_is_a_paragraph_that_says_what_is_saved(folder, tiny_classif
     assert "\n" not in message
 
 
+def test_a_full_disk_before_the_first_checkpoint(folder, tiny_classifier, monkeypatch):
+    def save(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    with pytest.raises(
+        UserError, match=r"the model cannot be written.*: run.json, metrics.jsonl.*--overwrite_output_dir"
+    ):
+        train(tiny_classifier)
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    train(tiny_classifier, "--overwrite_output_dir")
+
+
 TREATED = {
     # What is wrong: file, flags, rows that are trained on, what is said.
     "a byte order mark": (["\ufefftext,label", *ROWS], [], 4, "labels: 2 classes: neg 2"),

@@ -102,17 +102,19 @@ class Run:
         if self.tracker is not None:
             self.tracker.close()
         if self.log is not None and isinstance(error, Unwritable):
-            raise UserError(
-                f"{error.reason} {self._saved()} Make room, and go on by the same command with "
-                "--resume_from_checkpoint auto."
-            ) from None
+            raise UserError(f"{error.reason} {self._saved()}") from None
 
     def _saved(self) -> str:
-        """What is whole in the folder."""
-        found = [path.name for _, path in named(self.folder)[:1]]
-        found += ["the model"] * self.exported
-        found += [name for name in RESULTS if (self.folder / name).is_file()]
-        return f"Saved there already: {', '.join(found)}."
+        """What is whole in the folder, and how to get the rest."""
+        checkpoint = [path.name for _, path in named(self.folder)[:1]]
+        model = ["the model"] if self.exported else []
+        results = [name for name in RESULTS if (self.folder / name).is_file()]
+        how = "go on" if checkpoint else "begin anew"
+        flag = "--resume_from_checkpoint auto" if checkpoint else "--overwrite_output_dir"
+        return (
+            f"Saved there already: {', '.join([*checkpoint, *model, *results])}. Make room, and {how} by the same "
+            f"command with {flag}."
+        )
 
     def describe(self, strategy: Strategy, splits: dict[str, Samples], schedule: Schedule, bound: Bound) -> None:
         """Note the settings as they came about."""
