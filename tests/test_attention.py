@@ -153,6 +153,13 @@ def test_a_model_whose_blocks_need_a_mask_that_is_a_tensor_keeps_its_padding():
     assert (model(**inputs).logits - expected).abs().max() < 1e-5
 
 
+def test_a_model_that_cannot_be_tried_keeps_its_padding():
+    model = classifier("Bert")
+    model.bert.embeddings.forward = mock.Mock(side_effect=ValueError("not like this"))
+    install(model)  # whoever runs it in earnest says what is wrong
+    assert model.config._attn_implementation == PADDED
+
+
 def test_padding_can_be_kept():
     model = classifier("Bert")
     install(model)

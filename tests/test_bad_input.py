@@ -183,6 +183,15 @@ def test_models_that_are_none(folder):
         assert part.lower() in message.lower()
 
 
+def test_a_model_whose_own_code_cannot_be_trained(folder, tiny_classifier):
+    """Such as an attention without a backward pass on this device."""
+    (message,) = refused(tiny_classifier, folder, "--attn_implementation", "flex_attention")
+    assert "BertForSequenceClassification fails on its first batch, with NotImplementedError at " in message
+    assert "flex_attention.py:" in message and message.endswith(
+        " Check the model's config.json and --attn_implementation."
+    )
+
+
 def test_an_output_folder_with_something_in_it(folder, tiny_classifier):
     Path("out").mkdir()
     write("out/notes.txt", "mine")

@@ -245,11 +245,11 @@ def _gives_the_same(model: "PreTrainedModel") -> bool:
     ids = torch.randint(vocabulary // 2, vocabulary, real.shape, generator=draw)
     ids[~real] = model.config.get_text_config().pad_token_id or 0
     inputs = {"input_ids": ids.to(model.device), "attention_mask": real.long().to(model.device)}
-    with torch.no_grad():
-        padded = model.base_model(**inputs)[0][real]
-        model.set_attn_implementation(UNPADDED)
-        try:
+    try:
+        with torch.no_grad():
+            padded = model.base_model(**inputs)[0][real]
+            model.set_attn_implementation(UNPADDED)
             unpadded = model.base_model(**inputs)[0][real]
-        except Exception:  # whatever blocks that need more than a mask and a hidden state make of a row
-            return False
+    except Exception:  # whatever blocks that need more than a mask and a hidden state make of a row
+        return False
     return bool((unpadded - padded).abs().max() <= TOLERANCE * padded.abs().max())

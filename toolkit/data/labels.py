@@ -106,7 +106,7 @@ class Labels:
             raise UserError(
                 f"column `{self.column}` of {table.name} holds labels that no training row has: "
                 f"{few(shown)}. Training knows {few([repr(name) for name in self.names], limit=10)}. "
-                "Add training rows with them, or remove these rows."
+                "Add training rows with them (--max_train_samples keeps the first rows alone), or remove these rows."
             )
 
 

@@ -1,12 +1,15 @@
 """One process on one device. The other ways to copy a whole model build on it."""
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, is_tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.launch.environment import World
+from toolkit.launch.guard import lost_peer
 from toolkit.phases import phase
 from toolkit.report.console import warn
 from toolkit.strategy.base import (
@@ -21,6 +24,7 @@ from toolkit.strategy.base import (
     without_gradient,
 )
 from toolkit.strategy.blocks import compile_blocks
+from toolkit.strategy.memory import out_of_memory
 from toolkit.strategy.portable import Patience, Portable, Wanted, everything, forever
 from toolkit.strategy.precision import Precision
 from toolkit.task import Batch, Task
@@ -188,12 +192,27 @@ class SingleProcess(Portable):
             warn("the model has batch normalisation: its training depends on how a step is cut.")
 
     def unused(self, probe: Batch, device: torch.device) -> list[str]:
-        """Names of the trainable parameters that the loss does not reach; `device` is where the model is."""
+        """Names of the trainable parameters that the loss does not reach; `device` is where the model is.
+
+        Raises:
+            UserError: the model's own code fails on its first batch.
+        """
         self.model.eval()
         batch = probe.to(device)
-        with self.precision.autocast():
-            loss = self.task.loss(self.model(**batch.inputs), batch).sum()
-        loss.backward()
+        try:
+            with self.precision.autocast():
+                loss = self.task.loss(self.model(**batch.inputs), batch).sum()
+            loss.backward()
+        except Exception as error:
+            if out_of_memory(error) or lost_peer(error) or isinstance(error, UserError):
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            reason = next(iter(str(error).splitlines()), "").rstrip(".")
+            raise UserError(
+                f"{type(self.model).__name__} fails on its first batch, with {type(error).__name__} at "
+                f"{frame.filename}:{frame.lineno}: {reason}. Check the model's config.json and "
+                "--attn_implementation."
+            ) from error
         return without_gradient(self.model)
 
 
