@@ -228,10 +228,11 @@ class Evaluation:
         }
 
     def try_out(self) -> None:
-        """A few batches of every split, to fail now rather than after training."""
+        """A few batches of every split, and scores of a table of their size, to fail now rather than after training."""
         for split, samples in self.splits.items():
             if split != "train":
-                outputs(self.strategy, self.task, samples, self._bound(), EARLY_BATCHES)
+                table = outputs(self.strategy, self.task, samples, self._bound(), EARLY_BATCHES)
+                self.task.score(split, np.ones_like(table))
 
     def _bound(self) -> Bound:
         rows = (self.args.per_device_eval_batch_size or DEFAULT_EVAL_ROWS) * self.strategy.devices
