@@ -53,6 +53,14 @@ def test_a_step_that_overflowed_has_no_norm_to_compare():
     assert compare(rows([None, 2.0], [None, 1.0]), expected)[0].loss_difference == math.inf
 
 
+def test_a_difference_behind_a_step_without_an_update_says_so():
+    expected = rows([1.0, 2.0, 4.0, 8.0], [1.0] * 4)
+    found = rows([1.0, 2.0, 4.1, 8.1], [1.0, "Infinity", 1.0, 1.0])
+    found[1]["applied"] = False
+    verdict = Outcome("x", "fp16", 2, compare(found, expected, "fp16")).verdict
+    assert verdict == "DIFFERENT from step 3 on, having left out the update of step 2, which overflowed"
+
+
 def test_replicas_that_differ_are_no_success():
     result = outcome([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
     result.diagnostics = {"replicas": {"replicated": 3, "different": ["a.weight"]}}

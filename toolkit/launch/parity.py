@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -63,7 +64,11 @@ class Outcome:
         first = next(
             (s.step for s in self.steps if not (s.loss_difference <= loss and s.norm_difference <= norm)), None
         )
-        return "equal" if first is None else f"DIFFERENT from step {first} on"
+        if first is None:
+            return "equal"
+        skipped = [str(s.step) for s in self.steps[: first - 1] if not math.isfinite(s.grad_norm)]
+        why = f", having left out the update of step {', '.join(skipped)}, which overflowed" if skipped else ""
+        return f"DIFFERENT from step {first} on{why}"
 
 
 def compare(
